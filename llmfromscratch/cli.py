@@ -1,0 +1,209 @@
+"""The command line: `llmfromscratch generate | chat | models | doctor | lab | board | grade`."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmfromscratch import learner_engine
+from llmfromscratch.errors import LLMFromScratchError
+
+if TYPE_CHECKING:
+    from llmfromscratch import sampling
+    from llmfromscratch.engine import LLM
+
+_DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code: 0 done, 1 failed with a sentence, 130 interrupted."""
+    options = _parser().parse_args(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without emoji shows a question mark
+    command: Callable[[argparse.Namespace], int] = options.command
+    try:
+        if getattr(options, "engine", None):
+            learner_engine.activate(options.engine)
+        return command(options)
+    except LLMFromScratchError as error:
+        print(f"llmfromscratch: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        sys.stderr.close()
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="llmfromscratch", description="An LLM inference engine to read and rebuild.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    generate = commands.add_parser("generate", help="answer one prompt")
+    generate.add_argument("prompt", help="the question; '-' reads it from standard input")
+    generate.add_argument("--raw", action="store_true", help="continue the text instead of answering it as a chat")
+    _add_model_options(generate)
+    generate.set_defaults(command=_generate)
+
+    chat = commands.add_parser("chat", help="talk to the model; an empty line or Ctrl-D ends")
+    chat.add_argument("--system", help="what the model is told to be")
+    _add_model_options(chat)
+    chat.set_defaults(command=_chat)
+
+    models = commands.add_parser("models", help="list the known models and where they lie")
+    models.add_argument("--fetch", metavar="NAME", help="fetch and verify one now")
+    models.set_defaults(command=_models)
+
+    doctor = commands.add_parser("doctor", help="say what is wrong with this environment and how to mend it")
+    doctor.set_defaults(command=_doctor)
+    _add_course(commands)
+    return parser
+
+
+def _add_course(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    lab = commands.add_parser("lab", help="open JupyterLab on your copies of the chapters")
+    lab.add_argument("--no-browser", action="store_true", help="print the address only")
+    lab.add_argument("--port", type=int, help="where to listen; the next free one if it is taken")
+    lab.add_argument("--dir", type=Path, metavar="DIR", help="your course folder (default: my_course in the clone)")
+    lab.set_defaults(command=_lab)
+
+    board = commands.add_parser("board", help="show whose each module is, points and open exercises")
+    board.add_argument("--dir", type=Path, metavar="DIR", help="your course folder (default: my_course in the clone)")
+    board.set_defaults(command=_board)
+
+    grade = commands.add_parser(
+        "grade",
+        help="grade notebooks; runs what is in them, contained",
+        epilog="Exit code: 0 all points, 1 points missing, 2 a file could not be graded. The docstring of "
+        "llmfromscratch.course.grading says what is kept out and what is not.",
+    )
+    grade.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a notebook, a copy of one of the chapters")
+    grade.add_argument("--json", metavar="PATH", help="write the grades as JSON; '-' prints them instead of the table")
+    grade.add_argument("--junit", metavar="PATH", help="write the grades as JUnit XML")
+    grade.add_argument(
+        "--timeout", type=float, default=600.0, metavar="S", help="seconds a notebook may run (default: 600)"
+    )
+    grade.add_argument("--memory", type=float, default=6.0, metavar="GB", help="memory it may hold (default: 6)")
+    grade.add_argument("--chapters", type=Path, metavar="DIR", help="the chapters as handed out (default: the clone's)")
+    grade.set_defaults(command=_grade)
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default=_DEFAULT_MODEL, help="name, folder, file or hub id (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=256, help="new tokens at most (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
+    parser.add_argument("--seed", type=int, help="repeat the same draws")
+    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps (default: %(default)s)")
+    parser.add_argument("--engine", metavar="DIR", help="use the modules in this folder in the place of the package's")
+
+
+def _generate(options: argparse.Namespace) -> int:
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    params = _params(options)
+    llm = _load(options)
+    is_chat = not options.raw and llm.tokenizer is not None and llm.tokenizer.chat_template
+    chat = llm.chat_prompt([{"role": "user", "content": prompt}]) if is_chat else prompt
+    _, failed = _print_stream(llm, chat, params)
+    return failed
+
+
+def _chat(options: argparse.Namespace) -> int:
+    params = _params(options)
+    llm = _load(options)
+    messages = [{"role": "system", "content": options.system}] if options.system else []
+    while True:
+        try:
+            question = input("> ").strip()
+        except EOFError:
+            question = ""
+            print()  # the prompt's line is still open
+        if not question:
+            return 0
+        messages.append({"role": "user", "content": question})
+        try:
+            answer, _ = _print_stream(llm, llm.chat_prompt(messages), params)
+        except KeyboardInterrupt:  # stops the answer, not the conversation
+            print("\n(interrupted; the question is forgotten)")
+            messages.pop()
+            continue
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _params(options: argparse.Namespace) -> sampling.SamplingParams:
+    """Checked before the model is loaded, which takes longer."""
+    from llmfromscratch import sampling  # torch is imported only by the commands that need it
+
+    return sampling.SamplingParams(max_tokens=options.max_tokens, temperature=options.temperature, seed=options.seed)
+
+
+def _load(options: argparse.Namespace) -> LLM:
+    from llmfromscratch.engine import LLM
+
+    return LLM(options.model, dtype=options.dtype, device=options.device)
+
+
+def _print_stream(llm: LLM, prompt: str | list[int], params: sampling.SamplingParams) -> tuple[str, int]:
+    """Prints the answer as it comes; returns it and the exit code."""
+    answer = ""
+    for piece in llm.stream(prompt, params):
+        print(piece.text, end="", flush=True)
+        answer += piece.text
+        if piece.error:
+            print(f"\nllmfromscratch: the answer was given up: {piece.error}", file=sys.stderr)
+            return answer, 1
+    print()
+    return answer, 0
+
+
+def _models(options: argparse.Namespace) -> int:
+    from llmfromscratch import hub
+
+    if options.fetch:
+        print(hub.resolve(options.fetch))
+        return 0
+    for name, known in hub.known_models().items():
+        print(f"{name}: {known.file if hub.is_cached(known) else 'not fetched yet; it is fetched at first use'}")
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from llmfromscratch import doctor
+
+    checks = doctor.checks()
+    print(doctor.report(checks))
+    return doctor.exit_code(checks)
+
+
+def _lab(options: argparse.Namespace) -> int:
+    from llmfromscratch.course import lab
+
+    return lab.open_lab(lab.course_folder(options.dir), browser=not options.no_browser, port=options.port)
+
+
+def _board(options: argparse.Namespace) -> int:
+    from llmfromscratch.course import lab, progress
+    from llmfromscratch.course.board import Board
+
+    folder = lab.course_folder(options.dir)
+    print(Board.of(progress.Course(folder) if progress.is_course(folder) else None))
+    return 0
+
+
+def _grade(options: argparse.Namespace) -> int:
+    from llmfromscratch.course import grade_reports, grading
+
+    memory = int(options.memory * 2**30)
+    grades = grading.grade_all(options.files, options.chapters or grading.CHAPTERS, options.timeout, memory)
+    print(grade_reports.as_json(grades) if options.json == "-" else grade_reports.as_text(grades))
+    if options.json and options.json != "-":
+        Path(options.json).write_text(grade_reports.as_json(grades), encoding="utf-8")
+    if options.junit:
+        Path(options.junit).write_text(grade_reports.as_junit(grades), encoding="utf-8")
+    return grading.exit_code(grades)

@@ -1,0 +1,180 @@
+"""The loop that joins the parts: prompt -> ids -> prefill -> sample -> decode, token by token -> text.
+
+`LLM` owns a tokenizer, a model, a sampler and a cache. One request runs at a time here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from llmfromscratch import hub, kv_cache, loading, model, sampling, tokenizer
+from llmfromscratch.batch import Batch
+from llmfromscratch.errors import RequestError, TokenizerError
+
+Prompt = str | Sequence[int]
+_PREFILL_CHUNK = 512  # tokens of a prompt per forward: attention scores take chunk x context numbers a head
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer. finish_reason: "stop" (an end token), "length" (max_tokens or the context is full), or "abort"
+    (then `error` says why). token_ids holds every token the model gave, the end token too; text leaves it out."""
+
+    text: str
+    token_ids: list[int]
+    prompt_token_ids: list[int]
+    finish_reason: str
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text that has become certain while streaming; the last piece carries the finish reason."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    error: str | None = None
+
+
+class LLM:
+    """A language model ready to answer.
+
+    source: a known short name, a folder, a .gguf, a .safetensors, or a hub id.
+    dtype: "auto" (bf16 where the processor is fast at it, else fp32), "float32", "bfloat16", "float16", a torch.dtype.
+    device: "auto", "cpu", "cuda", "mps", or budgets in bytes such as {"cuda:0": 8e9, "cpu": 32e9}.
+    sampler: anything with the methods of `sampling.Sampler`.
+    Raises CheckpointError, TokenizerError, OutOfMemory (budgets too small).
+    """
+
+    def __init__(
+        self,
+        source: str | Path = "smollm2-135m-instruct",
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str | Mapping[str, float] = "auto",
+        sampler: sampling.Sampler | None = None,
+    ):
+        checkpoint = loading.open_checkpoint(hub.resolve(source))
+        self.config = checkpoint.config
+        data = checkpoint.tokenizer_data()
+        self.tokenizer = None if data is None else tokenizer.Tokenizer(data)
+        with torch.device("meta"):
+            self.model = model.Model(self.config)
+        self.model.load_state_dict(checkpoint.load(dtype, device), assign=True)
+        self.sampler = sampler or sampling.Sampler()
+        self.cache: kv_cache.KVCache = kv_cache.ConcatKVCache(self.config.num_layers)
+        self._request_ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: sampling.SamplingParams | Sequence[sampling.SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """One Completion per prompt, in order. params: one for all, or one each. Raises RequestError."""
+        batch: list[Prompt] = [prompts] if _is_one_prompt(prompts) else list(prompts)  # type: ignore[list-item,arg-type]
+        each = list(params) if isinstance(params, Sequence) else [params] * len(batch)
+        if len(each) != len(batch):
+            raise RequestError(f"{len(batch)} prompts came with {len(each)} SamplingParams; give one, or one for each.")
+        checked = [(self._token_ids(prompt), _params(one)) for prompt, one in zip(batch, each, strict=True)]
+        return [self._complete(ids, one) for ids, one in checked]
+
+    def chat(self, messages: Sequence[Mapping[str, str]], params: sampling.SamplingParams | None = None) -> Completion:
+        """The model's next message in a conversation of {"role": ..., "content": ...}."""
+        return self.generate([self.chat_prompt(messages)], params)[0]
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The conversation as token ids in the model's chat template, ready for `generate` and `stream`."""
+        if not isinstance(messages, Sequence):
+            raise RequestError(f"a chat is a list of messages, not {type(messages).__name__}.")
+        for message in messages:
+            if not isinstance(message, Mapping) or not all(
+                isinstance(message.get(k), str) for k in ("role", "content")
+            ):
+                raise RequestError(f'a chat message is {{"role": text, "content": text}}, not {message!r}.')
+        return self._require_tokenizer().render_chat(messages)
+
+    def stream(self, prompt: Prompt, params: sampling.SamplingParams | None = None) -> Iterator[Piece]:
+        """Yields pieces of text as they become certain. Checks the prompt at once, not at the first piece."""
+        return self._pieces(self._token_ids(prompt), _params(params))
+
+    def _complete(self, prompt: list[int], params: sampling.SamplingParams) -> Completion:
+        pieces = list(self._pieces(prompt, params))
+        token_ids = [token for piece in pieces for token in piece.token_ids]
+        text = "".join(piece.text for piece in pieces)
+        return Completion(text, token_ids, prompt, pieces[-1].finish_reason or "abort", pieces[-1].error)
+
+    def _pieces(self, prompt: list[int], params: sampling.SamplingParams) -> Iterator[Piece]:
+        decoder = tokenizer.IncrementalDecoder(self.tokenizer) if self.tokenizer else None
+        for token, reason, error in self._decode(prompt, params):
+            ended = reason == "stop" or token is None
+            text = decoder.push(token) if decoder and token is not None and not ended else ""
+            if reason and decoder:
+                text += decoder.flush()
+            yield Piece(text, [] if token is None else [token], reason, error)
+
+    def _decode(
+        self, ids: list[int], params: sampling.SamplingParams
+    ) -> Iterator[tuple[int | None, str | None, str | None]]:
+        """Yields (token, finish reason, error) per step: prefill in chunks, then one token at a time."""
+        request, stream = next(self._request_ids), self.sampler.random_stream(params.seed)
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.config.eos_token_ids)}
+        room = min(params.max_tokens, self.config.context_length - len(ids))
+        new = ids
+        try:
+            for count in range(1, room + 1):
+                logits = self._forward(request, new)
+                if not torch.isfinite(logits).all():
+                    yield None, "abort", "the model's logits are NaN or infinite: its weights or dtype are at fault."
+                    return
+                token = self.sampler.sample(logits, params, stream)
+                reason = "stop" if token in ends else "length" if count == room else None
+                yield token, reason, None
+                if reason:
+                    return
+                new = [token]
+        finally:  # also when a stream is dropped half-way or interrupted
+            self.cache.release(request)
+
+    def _forward(self, request: int, new: list[int]) -> torch.Tensor:
+        """Runs new tokens through the model, in chunks; returns the logits [vocab] after the last one."""
+        for first in range(0, len(new), _PREFILL_CHUNK):
+            chunk = new[first : first + _PREFILL_CHUNK]
+            logits = self.model(Batch.of([(request, chunk, self.cache.length(request))]), self.cache)
+        return logits[0]
+
+    def _token_ids(self, prompt: Prompt) -> list[int]:
+        """Checks a prompt against the vocabulary and the context; text is encoded without control tokens."""
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+            raise RequestError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}.")
+        ids = self._require_tokenizer().encode(prompt) if isinstance(prompt, str) else list(prompt)
+        vocab, context = self.config.vocab_size, self.config.context_length
+        if not ids:
+            raise RequestError("the prompt is empty; there is nothing to continue.")
+        for token in ids:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
+                raise RequestError(f"the prompt holds {token!r}; token ids are whole numbers from 0 to {vocab - 1}.")
+        if len(ids) >= context:
+            raise RequestError(f"the prompt has {len(ids)} tokens; the context holds {context}, the answer included.")
+        return ids
+
+    def _require_tokenizer(self) -> tokenizer.Tokenizer:
+        if self.tokenizer is None:
+            raise TokenizerError("this checkpoint has no tokenizer; give prompts as token ids.")
+        return self.tokenizer
+
+
+def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
+    several = isinstance(prompts, Sequence) and not isinstance(prompts, str | bytes)
+    return not several or (len(prompts) > 0 and isinstance(prompts[0], int))
+
+
+def _params(params: sampling.SamplingParams | None) -> sampling.SamplingParams:
+    if params is not None and not hasattr(params, "max_tokens"):
+        raise RequestError(f"params is {params!r}; give a SamplingParams, or one for each prompt.")
+    return params or sampling.SamplingParams()
