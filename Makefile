@@ -77,4 +77,4 @@ test: model
 	$(BIN)/python -m pytest
 
 notebooks: model
-	$(BIN)/python -m llmfromscratch.course.builder
+	$(BIN)/python -m llmfromscratch.course.authoring.builder

@@ -81,7 +81,7 @@ def _add_course(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "grade",
         help="grade notebooks; runs what is in them, contained",
         epilog="Exit code: 0 all points, 1 points missing, 2 a file could not be graded. The docstring of "
-        "llmfromscratch.course.grading says what is kept out and what is not.",
+        "llmfromscratch.course.grading.grade says what is kept out and what is not.",
     )
     grade.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a notebook, a copy of one of the chapters")
     grade.add_argument("--json", metavar="PATH", help="write the grades as JSON; '-' prints them instead of the table")
@@ -197,7 +197,8 @@ def _board(options: argparse.Namespace) -> int:
 
 
 def _grade(options: argparse.Namespace) -> int:
-    from llmfromscratch.course import grade_reports, grading
+    from llmfromscratch.course.grading import grade as grading
+    from llmfromscratch.course.grading import reports as grade_reports
 
     memory = int(options.memory * 2**30)
     grades = grading.grade_all(options.files, options.chapters or grading.CHAPTERS, options.timeout, memory)

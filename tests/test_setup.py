@@ -225,7 +225,7 @@ REST = ["setuptools", "--no-build-isolation -e .[course,dev]"]
 def test_each_target_alone_sets_up_fetches_the_model_and_does_its_work(clone: Clone, target: str) -> None:
     plan = clone.make("-n", target).stdout
     steps = [" -m venv ", "torch==", '-e ".[course,dev]"', "models --fetch smollm2-135m-instruct"]
-    steps.append({"lab": "llmfromscratch lab", "test": "-m pytest", "notebooks": "course.builder"}[target])
+    steps.append({"lab": "llmfromscratch lab", "test": "-m pytest", "notebooks": "authoring.builder"}[target])
     places = [plan.index(step) for step in steps]
     assert places == sorted(places)
 

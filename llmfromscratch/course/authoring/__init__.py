@@ -1,0 +1,1 @@
+"""From the chapters' sources to their notebooks; `python -m llmfromscratch.course.authoring.builder` runs it."""

@@ -1,0 +1,19 @@
+"""Figures that can be explored: each is a pure `draw_*` function, and a form of it with controls for notebooks.
+
+`form.FigureForm` is the shared part; every other module here is one figure.
+"""
+
+from __future__ import annotations
+
+try:
+    import matplotlib as _matplotlib  # noqa: F401 - asked for here, so that one sentence says what is missing
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "The figures are drawn with matplotlib, which is not installed; run: pip install 'llmfromscratch[course]'"
+    ) from error
+
+from llmfromscratch.widgets.checkpoint_map import checkpoint_map, draw_checkpoint_map
+from llmfromscratch.widgets.form import FigureForm
+from llmfromscratch.widgets.placement_planner import draw_placement, placement_planner
+
+__all__ = ["FigureForm", "checkpoint_map", "draw_checkpoint_map", "draw_placement", "placement_planner"]
