@@ -96,7 +96,8 @@ class ModelConfig:
         for name, (low, high) in _LIMITS.items():
             _integer(name, getattr(self, name), low, high)
         _real("rms_norm_eps", self.rms_norm_eps, 1e-20, 1.0)
-        _real("rope_theta", self.rope_theta, 1.0, 1e15)
+        # YaRN divides by the logarithm of the base: a base of 1, at which nothing differs in speed, is no base
+        _real("rope_theta", self.rope_theta, 1.001, 1e15)
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(
                 f"num_heads is {self.num_heads}, which is not a multiple of num_kv_heads = {self.num_kv_heads}; each "

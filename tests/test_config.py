@@ -228,6 +228,7 @@ def test_use_scaled_rope_stands_for_the_constants_of_llama_3_1():
         ({"head_dim": 15}, ["head_dim is 15", "even"]),
         ({"rms_norm_eps": math.nan}, ["rms_norm_eps", "nan"]),
         ({"rope_theta": math.inf}, ["rope_theta", "inf"]),
+        ({"rope_theta": 1.0}, ["rope_theta", "1"]),
         ({"rope_theta": 10**400}, ["rope_theta"]),
         ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings", "yes"]),
         ({"eos_token_id": [2, "x"]}, ["eos_token_id", "'x'"]),
