@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from llmfromscratch.errors import LLMFromScratchError
 
 
@@ -45,7 +47,9 @@ class CheckFailed(LLMFromScratchError):
         return f"✗ {self.subject}: {self.verdict}" if self.subject else f"✗ {self.verdict}"
 
     def _render_traceback_(self) -> list[str]:
-        return str(self).splitlines()
+        # JupyterLab breaks a long line anywhere, in the middle of words too
+        options = {"width": 100, "subsequent_indent": "    ", "break_long_words": False, "break_on_hyphens": False}
+        return [piece for line in str(self).splitlines() for piece in textwrap.wrap(line, **options)]  # type: ignore[arg-type]
 
 
 class NotYetWritten(CheckFailed):

@@ -132,7 +132,7 @@ def check_normalize(mended: Callable[[Tensor], Tensor]) -> None:
 
 PREFIX_STORY = """
 "The file surely holds everything, other programs load it. My loader says that half of it is missing." The key report
-lists what is missing *and* what is unexpected. Put the two lists side by side.
+lists what is missing and what is unexpected. Put the two lists side by side.
 """
 _SAVED_NAMES = (
     "model.embed_tokens.weight",
