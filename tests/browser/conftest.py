@@ -30,7 +30,8 @@ FLAGS = [
 EVERY_TWO_SECONDS = {"autosaveInterval": 2}  # JupyterLab's own interval is two minutes
 
 
-@pytest.fixture(scope="session")
+# for the module: while Playwright runs, the main thread has an event loop, which tests of other modules would meet
+@pytest.fixture(scope="module")
 def browser() -> Iterator:
     """A headless Chromium. Where there is none, the test is skipped, except in CI, where that is a fault."""
     program = next(filter(None, map(shutil.which, PROGRAMS)), None)

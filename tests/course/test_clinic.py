@@ -46,7 +46,8 @@ def test_a_hunt_is_told_shown_and_its_repair_checked(packages: Path, tmp_path: P
     assert "there is no bug hunt '1.b': this chapter has 1.a" in ran.error(9).evalue
     assert ran.error(10).traceback == [
         "✗ 1.a a poor half: clinic got int '4' instead of a function",
-        '  expected: the mended function itself, not its name and not what a call of it gives: clinic("1.a", halve)',
+        '  expected: the mended function itself, not its name and not what a call of it gives: clinic("1.a",',
+        "    halve)",
         '  next: clinic("1.a") shows the code with the fault; mend a copy of it and hand that in',
     ]
     assert list(json.loads((tmp_path / "progress.json").read_text(encoding="utf-8"))["hunts"]) == ["1.a"]
