@@ -269,12 +269,26 @@ def _check_places(entries: list[_TensorEntry], data_start: int, alignment: int, 
 def _stored(entry: _TensorEntry, reader: _Reader, data_start: int) -> StoredTensor:
     """The entry as the common record; torch counts dimensions the other way round."""
     shape = entry.dimensions[::-1]
-    read = functools.partial(_read, reader.data, data_start + entry.offset, entry.dtype, shape, entry.nbytes)
+    start = data_start + entry.offset
+    if entry.dtype in PLAIN_DTYPES:
+        read = functools.partial(_map_plain, reader.data, start, entry.dtype, shape)
+    else:
+        read = functools.partial(_read_blocks, reader.file, start, entry)
     return StoredTensor(entry.name, shape, entry.dtype, entry.nbytes, reader.file, read)
 
 
-def _read(data: mmap.mmap, start: int, dtype: str, shape: tuple[int, ...], nbytes: int) -> torch.Tensor:
-    """A view of the mapped bytes: plain types in their shape, others as uint8 [blocks, bytes per block]."""
-    if dtype in PLAIN_DTYPES:
-        return torch.frombuffer(data, dtype=PLAIN_DTYPES[dtype], count=math.prod(shape), offset=start).view(shape)
-    return torch.frombuffer(data, dtype=torch.uint8, count=nbytes, offset=start).view(-1, ggml.BLOCK_SIZES[dtype][1])
+def _map_plain(data: mmap.mmap, start: int, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """A view of the mapped bytes in the tensor's shape."""
+    return torch.frombuffer(data, dtype=PLAIN_DTYPES[dtype], count=math.prod(shape), offset=start).view(shape)
+
+
+def _read_blocks(file: Path, start: int, entry: _TensorEntry) -> torch.Tensor:
+    """The blocks, uint8 [blocks, bytes per block]: read, not mapped, because they are unpacked at once, and mapped
+    pages would stay in memory beside the result."""
+    try:
+        blocks = np.fromfile(file, np.uint8, count=entry.nbytes, offset=start)
+    except OSError as error:
+        raise CheckpointError(f"The file cannot be read any more ({error}).", file, entry.name) from error
+    if len(blocks) < entry.nbytes:
+        raise CheckpointError("The file has become shorter since it was opened; fetch it again.", file, entry.name)
+    return torch.from_numpy(blocks).view(-1, ggml.BLOCK_SIZES[entry.dtype][1])

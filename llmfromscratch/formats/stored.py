@@ -32,7 +32,7 @@ class StoredTensor:
 
     shape: rows first, as torch counts. dtype: the file's name for the type ("F32", "BF16", "Q4_1", ...).
     nbytes: bytes in the file. read(): for a plain type a tensor of that dtype and shape; for a quantized GGML type
-    uint8 [blocks, bytes per block]. Both are memory-mapped; raises CheckpointError if the values cannot be had.
+    uint8 [blocks, bytes per block]. Plain ones are memory-mapped; raises CheckpointError if the values cannot be had.
     """
 
     name: str

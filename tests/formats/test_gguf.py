@@ -265,3 +265,21 @@ def test_what_is_not_a_gguf_file_is_refused_by_its_path(tmp_path: Path, bad: Pat
     assert "empty" in refusal(bad).reason
     bad.write_bytes(b"PK\x03\x04 and more")
     assert "starts with the bytes GGUF" in refusal(bad).reason
+
+
+def test_a_file_that_became_shorter_after_it_was_opened_is_named(tmp_path):
+    file = tmp_path / "shrinks.gguf"
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_tensor("a", np.zeros((4, 34), dtype=np.uint8), raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    for write in (
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_tensors_to_file,
+        writer.close,
+    ):
+        write()
+    stored = read_gguf(file).tensors["a"]
+    assert stored.read().shape == (4, 34)
+    file.write_bytes(file.read_bytes()[:-40])
+    with pytest.raises(CheckpointError, match="become shorter"):
+        stored.read()
