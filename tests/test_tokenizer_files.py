@@ -13,9 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from llmfromscratch import tokenizer, tokenizer_files
+from llmfromscratch import tokenizer
 from llmfromscratch.errors import TokenizerError
 from llmfromscratch.formats.gguf import read_gguf
+from llmfromscratch.text import splitting, tokenizer_files
 
 BYTES = tokenizer.byte_characters()
 TOKENS = ["<|endoftext|>", "<|start|>", "<|end|>", *BYTES, "th", "Ġth", "Ġthe", "ĠĠ", "12"]
@@ -78,14 +79,16 @@ def test_both_kinds_of_files_give_the_ids_of_the_tokenizers_library(tmp_path, sp
 def test_ends_special_tokens_and_template_are_found_in_both_kinds_of_files(tmp_path):
     expected = tokenizer_files.read_gguf_tokenizer(metadata(), FILE)
     assert (expected.bos_id, expected.eos_ids, expected.chat_template) == (1, (2,), TEMPLATE)
-    assert expected.special == {"<|endoftext|>": 0, "<|start|>": 1, "<|end|>": 2}
+    assert {token.text: token.index for token in expected.added} == {"<|endoftext|>": 0, "<|start|>": 1, "<|end|>": 2}
+    assert all(token.special for token in expected.added)
     assert tokenizer_files.read_json_tokenizer(folder_of(tmp_path, as_json())) == expected
 
 
 def test_old_json_files_write_a_merge_as_one_string(tmp_path):
     old = as_json()
     old["model"]["merges"] = [" ".join(pair) for pair in MERGES]
-    assert tokenizer_files.read_json_tokenizer(folder_of(tmp_path, old)).merges == MERGES
+    found = tokenizer_files.read_json_tokenizer(folder_of(tmp_path, old)).ranks
+    assert found == {pair: rank for rank, pair in enumerate(MERGES)}
 
 
 def test_a_template_may_stand_in_a_file_of_its_own_or_in_a_list_of_several(tmp_path):
@@ -112,17 +115,20 @@ def test_every_end_token_of_a_gguf_counts_once():
 @pytest.mark.model
 def test_the_real_models_tokenizer_is_what_facts_about_it_say(smollm2_gguf):
     found = tokenizer_files.read_gguf_tokenizer(read_gguf(smollm2_gguf).metadata, smollm2_gguf)
-    assert (len(found.vocab), len(found.merges), found.split_digits) == (49152, 48900, True)
-    assert (found.bos_id, found.eos_ids) == (1, (2,))
-    assert (found.special["<|im_start|>"], found.special["<|im_end|>"], found.special["<|endoftext|>"]) == (1, 2, 0)
+    assert (len(found.vocab), len(found.ranks), found.add_bos) == (49152, 48900, False)
+    assert found.splitting == splitting.NAMED_RULES["smollm"].splitting
+    assert (found.bos_id, found.eos_ids, found.pad_id) == (1, (2,), 2)
+    special = {token.text: token.index for token in found.added if token.special}
+    assert (special["<|im_start|>"], special["<|im_end|>"], special["<|endoftext|>"]) == (1, 2, 0)
     assert found.chat_template.startswith("{% for message in messages %}")
 
 
 UNSUPPORTED_GGUF = [
-    ({"model": "llama"}, "tokenizer 'llama' with splitting rule 'smollm' is not supported yet"),
-    ({"model": None}, "tokenizer None"),
-    ({"pre": "llama-bpe"}, "splitting rule 'llama-bpe'"),
-    ({"add_bos_token": True}, "add_bos_token"),
+    ({"model": "bert"}, "the tokenizer 'bert' is not supported"),
+    ({"model": None}, "the tokenizer None is not supported"),
+    ({"pre": "mpt"}, "the splitting rule 'mpt' .tokenizer.ggml.pre. is not supported"),
+    ({"pre": "default"}, "the splitting rule 'default'"),
+    ({"pre": None}, "the splitting rule None"),  # llama.cpp guesses here, and warns that answers will be bad
 ]
 
 
@@ -151,6 +157,9 @@ DAMAGED_GGUF = {
     "merges that are numbers": {"merges": np.arange(3)},
     "a begin token outside the vocabulary": {"bos_token_id": 100_000},
     "a begin token below zero": {"bos_token_id": -1},
+    "a merge to a token that is not there": {"merges": ["t 12"]},
+    "a begin token to add, and none there": {"bos_token_id": None, "add_bos_token": True},
+    "an end token to add, and none there": {"eos_token_id": None, "add_eos_token": True},
     "an end token outside the vocabulary": {"eos_token_id": 100_000},
     "an end token that is text": {"eos_token_id": "end"},
     "an end token that is not finite": {"eos_token_id": float("inf")},
@@ -178,27 +187,44 @@ def changed(*path: str, to: object) -> dict:
     return result
 
 
+def split(pattern: dict, behavior: str = "Isolated", invert: bool = False) -> dict:
+    step = {"type": "Split", "pattern": pattern, "behavior": behavior, "invert": invert}
+    return {"type": "Sequence", "pretokenizers": [step, as_json(False)["pre_tokenizer"]]}
+
+
+SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
 UNSUPPORTED_JSON = [
     (changed("model", "type", to="Unigram"), "a model of type 'Unigram'"),
-    (changed("model", "byte_fallback", to=True), "byte_fallback True"),
-    (changed("model", "ignore_merges", to=True), "ignore_merges True"),
+    (changed("model", "byte_fallback", to=True), "byte_fallback in a byte-level tokenizer"),
     (changed("model", "dropout", to=0.1), "dropout 0.1"),
     (changed("model", "end_of_word_suffix", to="</w>"), "end_of_word_suffix '</w>'"),
     (changed("model", "continuing_subword_prefix", to="##"), "continuing_subword_prefix '##'"),
-    (changed("normalizer", to={"type": "NFC"}), "normalizer {'type': 'NFC'}"),
-    (changed("post_processor", to={"type": "TemplateProcessing"}), "post_processor 'TemplateProcessing'"),
+    (changed("normalizer", to={"type": "Lowercase"}), "normalizer {'type': 'Lowercase'}"),
+    (changed("normalizer", to={"type": "Sequence", "normalizers": [SPACES, {"type": "NFC"}]}), "the normalizer"),
+    (changed("normalizer", to={"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "x"}]}), "Prepend"),
+    (changed("normalizer", to=SPACES), "the splitting rule {'type': 'Sequence'"),
+    ({**changed("pre_tokenizer", to=None), "normalizer": SPACES}, "the decoder {'type': 'ByteLevel'"),
+    (changed("decoder", to=None), "the decoder None"),
+    (changed("decoder", to={"type": "WordPiece"}), "the decoder {'type': 'WordPiece'}"),
+    (changed("post_processor", to={"type": "BertProcessing"}), "post_processor {'type': 'BertProcessing'}"),
     (changed("pre_tokenizer", to=None), "splitting rule None"),
-    (changed("pre_tokenizer", to={"type": "Metaspace"}), "splitting rule {'type': 'Metaspace'}"),
+    (changed("pre_tokenizer", "pretokenizers", to=[]), "splitting rule {'type': 'Sequence', 'pretokenizers': []}"),
+    (changed("pre_tokenizer", to=METASPACE), "the decoder {'type': 'ByteLevel'"),
+    (changed("pre_tokenizer", to={**METASPACE, "replacement": "_"}), "splitting rule {'type': 'Metaspace'"),
     (changed("pre_tokenizer", "pretokenizers", to=[{"type": "Whitespace"}, {"type": "ByteLevel"}]), "splitting rule"),
     (changed("pre_tokenizer", "pretokenizers", to=as_json()["pre_tokenizer"]["pretokenizers"][::-1]), "splitting rule"),
-    (changed("pre_tokenizer", to={**as_json(False)["pre_tokenizer"], "use_regex": False}), "splitting rule"),
+    (changed("pre_tokenizer", to=split({"Regex": r"\\w+"})), r"{'Regex': '\\\\w+'}"),
+    (changed("pre_tokenizer", to=split({"String": " "})), "{'String': ' '}"),
+    (changed("pre_tokenizer", to=split({"Regex": r"\\p{N}"}, behavior="Removed")), "'Removed'"),
+    (changed("pre_tokenizer", to=split({"Regex": r"\\p{N}"}, invert=True)), "'invert': True"),
     (changed("pre_tokenizer", to={**as_json(False)["pre_tokenizer"], "add_prefix_space": True}), "splitting rule"),
 ]
 
 
 @pytest.mark.parametrize(("content", "sentence"), UNSUPPORTED_JSON)
 def test_a_json_tokenizer_of_another_kind_is_refused_by_name(tmp_path, content, sentence):
-    with pytest.raises(TokenizerError, match="not supported yet") as caught:
+    with pytest.raises(TokenizerError, match="is not supported") as caught:
         tokenizer_files.read_json_tokenizer(folder_of(tmp_path, content))
     assert sentence in str(caught.value)
     assert "tokenizer.json" in str(caught.value)
@@ -219,7 +245,8 @@ DAMAGED_JSON = {
     "added tokens without an id": changed("added_tokens", to=[{"content": "x"}]),
     "added tokens without text": changed("added_tokens", to=[{"content": "", "id": 1}]),
     "added tokens whose text is a number": changed("added_tokens", to=[{"content": 5, "id": 1}]),
-    "no steps in the splitting rule": changed("pre_tokenizer", "pretokenizers", to=[]),
+    "a merge to a token that is not there": changed("model", "merges", to=[["t", "12"]]),
+    "an unknown token that is not there": changed("model", "unk_token", to="<nowhere>"),
     "steps that are no objects": changed("pre_tokenizer", "pretokenizers", to=[1, 2]),
     "a post-processor that is a number": changed("post_processor", to=7),
 }
@@ -285,11 +312,19 @@ def test_junk_anywhere_in_a_tokenizer_json_is_read_or_refused_with_our_own_error
 
 
 @given(
-    field=st.sampled_from(["tokens", "token_type", "merges", "bos_token_id", "eos_token_id", "eot_token_id"]), junk=JUNK
+    kind=st.sampled_from(["gpt2", "llama"]),
+    field=st.sampled_from(
+        ["tokens", "token_type", "scores", "unknown_token_id", "merges", "bos_token_id", "eos_token_id", "eot_token_id"]
+    ),
+    junk=JUNK,
 )
-def test_junk_in_gguf_metadata_is_read_or_refused_with_our_own_error(field, junk):
+def test_junk_in_gguf_metadata_is_read_or_refused_with_our_own_error(kind, field, junk):
     try:
-        own = tokenizer.Tokenizer(tokenizer_files.read_gguf_tokenizer(metadata(**{field: junk}), FILE))
+        own = tokenizer.Tokenizer(
+            tokenizer_files.read_gguf_tokenizer(
+                metadata(**{"model": kind, "scores": np.arange(len(TOKENS)), field: junk}), FILE
+            )
+        )
         own.decode(own.encode(TEXT, special=True))
         own.render_chat([{"role": "user", "content": TEXT}])
     except TokenizerError:

@@ -15,5 +15,23 @@ except ModuleNotFoundError as error:
 from llmfromscratch.widgets.checkpoint_map import checkpoint_map, draw_checkpoint_map
 from llmfromscratch.widgets.form import FigureForm
 from llmfromscratch.widgets.placement_planner import draw_placement, placement_planner
+from llmfromscratch.widgets.streaming_buffer import draw_streaming_buffer, streaming_buffer
+from llmfromscratch.widgets.token_borders import draw_token_borders, token_borders
+from llmfromscratch.widgets.token_reading import byte_tokenizer, character_tokenizer
+from llmfromscratch.widgets.tokens_per_character import draw_tokens_per_character, tokens_per_character
 
-__all__ = ["FigureForm", "checkpoint_map", "draw_checkpoint_map", "draw_placement", "placement_planner"]
+__all__ = [
+    "FigureForm",
+    "byte_tokenizer",
+    "character_tokenizer",
+    "checkpoint_map",
+    "draw_checkpoint_map",
+    "draw_placement",
+    "draw_streaming_buffer",
+    "draw_token_borders",
+    "draw_tokens_per_character",
+    "placement_planner",
+    "streaming_buffer",
+    "token_borders",
+    "tokens_per_character",
+]

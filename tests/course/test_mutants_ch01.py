@@ -1,22 +1,14 @@
-"""Chapter 1's checks reject wrong solutions, and call the likely mistakes by their names.
-
-A mutant is the reference with one piece of its code exchanged, so it is the code a learner might well have written.
-"""
+"""Chapter 1's checks reject wrong solutions, and call the likely mistakes by their names."""
 
 from __future__ import annotations
 
-import importlib
 import inspect
 
+import mutants
 import pytest
 
-from llmfromscratch.course import exercises
-from llmfromscratch.course.authoring.exercise_code import BEGIN_SOLUTION, cut_exercise
-from llmfromscratch.course.checking import check, run_check
-from llmfromscratch.course.failures import CheckFailed, NotYetWritten
-
 # exercise: [(piece of the reference, what stands there instead, words of the diagnosis)]
-MUTANTS: dict[str, list[tuple[str, str, str]]] = {
+MUTANTS: mutants.Mutants = {
     "1.1": [
         ("(8 + length + offset for", "(offset for", "count from the end of the header"),
         ("(8 + length + offset for", "(length + offset for", "8 bytes of the length are missing"),
@@ -130,70 +122,28 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("self.rotary(batch.positions)", "self.rotary(torch.arange(len(batch.token_ids)))", "counted from 0"),
     ],
 }  # fmt: skip
-CASES = [(exercise, *mutant) for exercise, mutants in MUTANTS.items() for mutant in mutants]
-
-
-def written(exercise_id: str, source: str):
-    """The object that a learner would have after running the exercise's cell with this source in it."""
-    exercise = exercises.find(exercise_id)
-    names = dict(vars(importlib.import_module(exercise.module)))
-    names["__name__"] = "__main__"
-    exec(compile("from __future__ import annotations\n" + source, "<cell>", "exec"), names)
-    return names[exercise.name]
-
-
-def code_of(exercise_id: str) -> str:
-    return cut_exercise(exercises.find(exercise_id).object).solved
 
 
 @pytest.mark.parametrize("exercise_id", list(MUTANTS))
 def test_the_reference_written_as_the_learners_own_passes(exercise_id):
-    run_check(exercises.find(exercise_id), written(exercise_id, code_of(exercise_id)))
+    mutants.expect_pass(exercise_id)
 
 
-@pytest.mark.parametrize(("exercise_id", "piece", "instead", "diagnosis"), CASES)
+@pytest.mark.parametrize(("exercise_id", "piece", "instead", "diagnosis"), mutants.cases_of(MUTANTS))
 def test_a_mutant_is_rejected_with_the_right_diagnosis(exercise_id, piece, instead, diagnosis):
-    source = code_of(exercise_id)
-    contract, marker, body = source.partition(BEGIN_SOLUTION)
-    assert piece in body, f"the mutant no longer fits the reference: {piece!r}"
-    mutant = written(exercise_id, contract + marker + body.replace(piece, instead, 1))
-    with pytest.raises(CheckFailed) as caught:
-        run_check(exercises.find(exercise_id), mutant)
-    assert not isinstance(caught.value, NotYetWritten)
-    assert diagnosis in str(caught.value)
-    assert f'hint("{exercise_id}")' in str(caught.value)
+    mutants.expect_rejection(exercise_id, piece, instead, diagnosis)
 
 
 @pytest.mark.parametrize("exercise_id", list(MUTANTS))
 def test_the_engines_own_object_and_a_call_of_it_are_refused(exercise_id):
-    exercise = exercises.find(exercise_id)
-    module = importlib.import_module(exercise.module)
-    own = getattr(module, exercise.name)
-    with pytest.raises(CheckFailed, match="engine's own"):
-        check(exercise_id, own)
-    if inspect.isclass(own):
-        delegate: object = type(exercise.name, (own,), {"__module__": "__main__"})
-    else:
-
-        def delegate(*arguments):
-            return getattr(module, exercise.name)(*arguments)
-
-    with pytest.raises(CheckFailed, match="engine's own"):
-        check(exercise_id, delegate)
+    mutants.expect_refusal_of_the_engines_own(exercise_id)
 
 
 @pytest.mark.parametrize("exercise_id", list(MUTANTS))
 def test_a_blank_is_not_yet_written(exercise_id):
-    blank = cut_exercise(exercises.find(exercise_id).object, blanks=_blanks(exercise_id)).blank
-    with pytest.raises(NotYetWritten):
-        run_check(exercises.find(exercise_id), written(exercise_id, blank))
-
-
-def _blanks(exercise_id: str) -> list[str] | None:
-    return ["forward"] if inspect.isclass(written(exercise_id, code_of(exercise_id))) else None
+    is_class = inspect.isclass(mutants.written(exercise_id, mutants.code_of(exercise_id)))
+    mutants.expect_not_yet_written(exercise_id, ["forward"] if is_class else None)
 
 
 def test_every_exercise_of_the_chapter_has_at_least_five_mutants():
-    assert {e.id for e in exercises.exercises(1)} == set(MUTANTS)
-    for exercise_id in MUTANTS:
-        assert sum(case[0] == exercise_id for case in CASES) >= 5
+    mutants.expect_enough(1, MUTANTS)

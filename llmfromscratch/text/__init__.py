@@ -1,0 +1,1 @@
+"""What `tokenizer.py` stands on: readers of tokenizer files, splitting rules, spelling, and chat templates."""
