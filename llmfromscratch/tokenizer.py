@@ -50,7 +50,7 @@ def split_words(text: str, rule: SplittingRule) -> list[str]:
 
     rule.steps: compiled regular expressions, used one after the other. Each cuts every piece that the steps before it
     left: what it matches is a piece, and so is what lies between two matches (never an empty one). Each expression has
-    one group around the whole of it, so that its `split` keeps what it matches.
+    one group around the whole of it, so that its `split` keeps what it matches. An empty text has no words.
 
     Example: with the steps (\\p{N}) and then GPT-2's rule, "it's  42" is "it", "'s", "  ", "4", "2". The digits must
     stand alone before GPT-2's rule looks for the end of the spaces: without the first step, "it", "'s", " ", " 42".
@@ -92,6 +92,7 @@ def split_special(text: str, special: Mapping[str, int]) -> list[str | int]:
     """Finds control tokens in text that is trusted: their ids where they stand, and the text between them.
 
     From left to right; of two tokens that begin at the same character the longest counts. No empty text comes out.
+    There may be no tokens at all: then the text, if there is any.
     Tokens are plain text, no expressions, and 0 is an id like any other. Text from a user must never pass through here:
     whoever can write a control token can speak with the system's voice.
 
@@ -289,9 +290,9 @@ def _is_whole(value: object, least: int) -> bool:
 def truncate(ids: Sequence[int], config: TokenizerConfig) -> list[int]:
     """Cuts a prompt to config.max_length tokens; one that fits, or has no limit, comes back whole.
 
-    config.truncation "right" keeps the first max_length ids, "left" the last ones, "middle" the first max_length // 2
-    and as many of the last as there is room for. With config.add_bos the begin token at the front stays there,
-    whichever part is dropped: a model that was trained with it answers nonsense without.
+    config.truncation names what is dropped: "right" keeps the first max_length ids, "left" the last ones, "middle" the
+    first max_length // 2 and as many of the last as there is room for. Where config.add_bos holds and ids[0] is
+    config.bos_id, that token stays, whichever part goes; a prompt that begins otherwise is cut as usual.
 
     Example: [1, 7, 8, 9, 10] cut to 3 is [1, 7, 8] (right), [8, 9, 10] (left), [1, 9, 10] (middle, and left when 1 is
     bos_id and add_bos holds).
@@ -387,9 +388,10 @@ class IncrementalDecoder:
     prompt_ids: the tokens before the first that is pushed. Their text does not come out; a character that they leave
         half done does, with the token that completes it. So the pieces joined are the decoding of prompt and answer
         together, less the complete characters of the prompt.
-    tokenizer.token_bytes(id) gives a token's bytes; tokenizer.special has the control tokens, which give no text unless
-        skip_special is False.
-    A tokenizer with strip_first_space loses one space at the very beginning of the whole text, prompt included.
+    tokenizer.token_bytes(id) gives a token's bytes; tokenizer.special maps the texts of control tokens to their ids.
+    skip_special: control tokens give no text; False gives their spelling.
+    tokenizer.strip_first_space (some families put a space before every text when they encode): one space goes at the
+        very beginning of the whole text, prompt included.
 
     Example: the tokens b"n", b"\\xc3", b"\\xa9!" give "n", "", "é!". An emoji of several code points (a thumb and its
     colour) may leave one code point at a time; each is a whole character to Unicode.

@@ -62,7 +62,7 @@ def streaming_buffer(
     longest = max(_length(example, source) for example in shown.values())
     controls: list[Control] = [
         Choice("example", "Example", {name: name for name in shown}, first),
-        Slider("step", "After step (beyond the last token: flush)", 1, longest + 1, min(2, longest + 1)),
+        Slider("step", "After step (beyond the last token: flush)", 1, longest + 1, 1),
     ]
 
     def draw(example: str, step: int) -> Figure:

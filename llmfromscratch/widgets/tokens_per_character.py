@@ -173,7 +173,7 @@ def _axis_label(measure: str, counts: Sequence[Count]) -> str:
 
 
 def _heading(shown: Sequence[Count], measure: str) -> str:
-    better = "more text in a token" if measure == "bytes per token" else "more tokens for the same text"
+    better = "more text in a token" if measure == "bytes per token" else "more tokens for one character"
     better = "more tokens for the same meaning" if measure == MEASURES[2] else better
     tokens = sum(one.tokens for one in shown)
     return f"{counted(len(shown), 'text')}, {counted(tokens, 'token')}; a longer bar is {better}"

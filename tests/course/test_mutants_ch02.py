@@ -106,6 +106,8 @@ MUTANTS: mutants.Mutants = {
         ("the prompt has {len(ids)} tokens and the limit is {limit}; ", "the prompt is too long; ", "both lengths"),
     ],
     "2.6": [
+        ("any(len(sequence) < width for sequence in sequences)",
+         "len(set(map(len, sequences))) > 1", "filled too"),
         ('== "left"', '== "right"', "other side"),
         ("    return ids, mask", "    return ids, torch.ne(ids, config.pad_id).long()", "may have that id too"),
         ("    return ids, mask", "    return ids, 1 - mask", "at padding"),
@@ -124,6 +126,10 @@ MUTANTS: mutants.Mutants = {
         ("        raise RequestError(", "        print(", "RequestError"),
     ],
     "2.7": [
+        ('data.removeprefix(b" ")', 'data.lstrip(b" ")', "only one should"),
+        ("if data and self._strip_space:",
+         'if data.startswith(b" ") and self._strip_space:', "though text stood before"),
+        ("if data and self._strip_space:", "if self._strip_space:", ""),
         (_DECODE, "return data.decode('utf-8', 'replace')", "on its own"),
         (_DECODE, "return data.decode('utf-8', 'ignore')", "dropped"),
         ('errors="replace"', 'errors="ignore"', "vanish"),

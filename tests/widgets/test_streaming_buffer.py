@@ -111,7 +111,7 @@ def test_a_right_decoder_has_nothing_wrong_at_any_step(name):
 def test_every_control_changes_the_picture():
     view = streaming_buffer(decoder=Right)
     pictures = [view.png()]
-    pictures += [view.set(step=step).png() for step in (1, 3, 4, 7, 16)]
+    pictures += [view.set(step=step).png() for step in (2, 3, 4, 7, 16)]
     pictures += [view.set(step=3, example=name).png() for name in list(EXAMPLES)[1:]]
     assert len(set(pictures)) == len(pictures)
 

@@ -77,7 +77,7 @@ EXERCISES = [
             "Three questions in order: does it fit? may it be cut at all? how many of the first and how many of the "
             "last tokens stay?",
             "All three ways keep `first` ids of the beginning and max_length - first of the end; only `first` differs. "
-            "A begin token that must stay is a `first` of at least 1.",
+            "A begin token that must stay is a `first` of at least 1, but only where ids[0] is that token.",
             "Take the end with ids[len(ids) - last:]. With ids[-last:] you would get everything where last is 0.",
         ),
     ),

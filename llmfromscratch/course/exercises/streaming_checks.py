@@ -61,6 +61,9 @@ def _streams() -> list[Case]:
         Case("strip_first_space, the space a token alone", [], [b" ", b" b"], strip_first_space=True),
         Case("strip_first_space, a control token first", [], [end, b" a"], control=[end], strip_first_space=True),
         Case("strip_first_space, after a prompt", [b" a"], [b" b"], strip_first_space=True),
+        Case("strip_first_space, no space at the beginning", [], [b"a", b" b"], strip_first_space=True),
+        Case("strip_first_space, two spaces at the beginning", [], [b"  x"], strip_first_space=True),
+        Case("strip_first_space, an empty token first", [], [b"", b" y"], strip_first_space=True),
     ]
 
 
@@ -89,6 +92,8 @@ def check_incremental_decoder(decoder_class: type) -> None:
              _streamed(no_prompt=True)),
             ("control tokens give their spelling though skip_special is True", _streamed(spell=True)),
             ("control tokens are silent though skip_special is False", _streamed(silent=True)),
+            ("the first space that comes is removed, though text stood before it", _streamed(strip="found")),
+            ("all spaces at the beginning go; only one should", _streamed(strip="all")),
             ("every token loses its first space; only the very beginning of the text does", _streamed(strip="every")),
             ("the first space stays; strip_first_space says that it goes", _streamed(strip="never")),
             ("a space goes though the tokenizer has no strip_first_space", _streamed(strip="always")),
@@ -161,6 +166,9 @@ def _streamed(**wrong: Any) -> Callable[..., list[str]]:
         strip = wrong.get("strip", "always" if strip_first_space else "never")
         if strip == "every" and strip_first_space:
             before, after = ([token.removeprefix(b" ") for token in tokens] for tokens in (before, after))
+        if strip in ("found", "all") and strip_first_space:
+            tokens = _stripped_wrongly([*before, *after], strip)
+            before, after = tokens[: len(before)], tokens[len(before) :]
         if wrong.get("alone"):
             tokens = _stripped(after, not before and strip == "always")
             return [*(token.decode("utf-8", wrong["alone"]) for token in tokens), ""]
@@ -175,6 +183,13 @@ def _streamed(**wrong: Any) -> Callable[..., list[str]]:
 def _stripped(tokens: list[bytes], strip: bool) -> list[bytes]:
     first = next((place for place, token in enumerate(tokens) if token), None)
     return [token.removeprefix(b" ") if strip and place == first else token for place, token in enumerate(tokens)]
+
+
+def _stripped_wrongly(tokens: list[bytes], how: str) -> list[bytes]:
+    found = (place for place, token in enumerate(tokens) if (token.startswith(b" ") if how == "found" else token))
+    first = next(found, None)
+    kept = [token.removeprefix(b" ") if how == "found" else token.lstrip(b" ") for token in tokens]
+    return [kept[place] if place == first else token for place, token in enumerate(tokens)]
 
 
 def _growth(prompt: bytes, answer: list[bytes], wrong: dict[str, Any]) -> list[str]:

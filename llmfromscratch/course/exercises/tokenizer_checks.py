@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -71,8 +72,6 @@ _DASH, _TWO_STEPS = SplittingRule(("-",)), SplittingRule(("-", "b|-c"))
 _DIGITS_ALONE, _GPT2 = NAMED_RULES["smollm"].splitting, NAMED_RULES["gpt-2"].splitting
 # (text, rule): the words, written out by hand
 _WORDS: dict[tuple[str, SplittingRule], list[str]] = {
-    ("", SplittingRule()): [],
-    ("", _DASH): [],
     ("ab", SplittingRule()): ["ab"],
     ("a-b", _DASH): ["a", "-", "b"],
     ("-a--b", _DASH): ["-", "a", "-", "-", "b"],
@@ -83,6 +82,8 @@ _WORDS: dict[tuple[str, SplittingRule], list[str]] = {
     ("in 1984", _DIGITS_ALONE): ["in", " ", "1", "9", "8", "4"],
     ("it's  42", _DIGITS_ALONE): ["it", "'s", "  ", "4", "2"],
     ("x1 = y2\n\n  # né", _DIGITS_ALONE): ["x", "1", " =", " y", "2", "\n\n ", " #", " né"],
+    ("", _DASH): [],
+    ("", SplittingRule()): [],
 }
 
 
@@ -232,8 +233,6 @@ _OVERLAP = {"bc": 7, "ab": 8, "abc|": 9, "|": 5}
 def check_split_special(split_special: Callable[[str, Mapping[str, int]], Parts]) -> None:
     """Against a scan that tries every token at every character."""
     cases: list[tuple[str, Mapping[str, int]]] = [
-        ("", _PLAIN),
-        ("hi", {}),
         ("hi", _PLAIN),
         ("<a>", _PLAIN),
         ("x<a>y", _PLAIN),
@@ -245,6 +244,9 @@ def check_split_special(split_special: Callable[[str, Mapping[str, int]], Parts]
         ("abc", _OVERLAP),
         ("aabc|b", _OVERLAP),
         ("<b>\n<a>", _PLAIN),
+        ("", _PLAIN),
+        ("hi", {}),
+        ("", {}),
     ]
     compare(
         split_special,
@@ -263,6 +265,9 @@ def check_split_special(split_special: Callable[[str, Mapping[str, int]], Parts]
             ("the text between the tokens is lost", _scanned(max, texts=False)),
             ("white space around the pieces of text is taken off; it is text",
              _scanned(max, strip=True)),
+            ("tokens are plain text; a character such as the dot has to be escaped in an expression", _unescaped),
+            ("an expression without alternatives matches everywhere; with no tokens nothing may match",
+             lambda text, special: _scanned(max)(text, special) if special else list(text)),
         ],
     )  # fmt: skip
 
@@ -289,6 +294,12 @@ def _scanned(choose: Callable[..., str], **settings: bool) -> Callable[[str, Map
         return [p for p in parts if (p != "" or empty) and (p != 0 or zero) and (texts or isinstance(p, int))]
 
     return scan
+
+
+def _unescaped(text: str, special: Mapping[str, int]) -> Parts:
+    longest_first = sorted(special, key=len, reverse=True)
+    parts = re.split("(" + "|".join(longest_first).replace("|", r"\|") + ")", text) if special else [text]
+    return [special.get(part, part) for part in parts if part]
 
 
 def _token_by_token(text: str, special: Mapping[str, int]) -> Parts:
@@ -346,6 +357,7 @@ def check_truncate(truncate: Callable[[list[int], Any], list[int]]) -> None:
             ("nothing is cut", lambda ids, config: list(ids)),
         ],
     )  # fmt: skip
+    expect_type(truncate((7, 8), _config()), list)  # type: ignore[arg-type]
     for truncation in (None, "chat"):
         text = f"5 tokens with max_length 3 and truncation {truncation!r}"
         refuse = partial(truncate, [1, 7, 8, 9, 10], _config(max_length=3, truncation=truncation))
@@ -410,6 +422,7 @@ def check_pad(pad: Callable[[list[list[int]], Any], tuple[Tensor, Tensor]]) -> N
         ([[5, 6, 7, 8], [8]], {"pad_id": 9, "pad_to_multiple_of": 4, "padding_side": "right"}),
         ([[3, 9], [4], [5, 6, 7, 8, 1]], {"pad_id": 9, "pad_to_multiple_of": 4}),
         ([[3, 9], [4]], {"pad_id": 0, "pad_to_multiple_of": 4}),
+        ([[5, 6], []], {"pad_id": 9}),
     ]
     compare(
         both,
@@ -437,6 +450,9 @@ def check_pad(pad: Callable[[list[list[int]], Any], tuple[Tensor, Tensor]]) -> N
         expected="rows of one length as they are: where nothing is filled, no pad_id is needed",
     )
     expect_raises(partial(pad, [[5, 6], [7]], unset), RequestError, case="two lengths and no pad_id to fill with")
+    wider = _config(pad_id=None, pad_to_multiple_of=4)
+    case = f"{rows} with pad_to_multiple_of=4 and no pad_id: rows of equal length are filled too"
+    expect_raises(partial(pad, rows, wider), RequestError, case=case)
 
 
 def _rectangle(**wrong: bool) -> Callable[[list[list[int]], Any], dict[str, Tensor]]:

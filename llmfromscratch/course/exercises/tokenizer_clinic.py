@@ -297,7 +297,7 @@ def check_newest_that_fit(mended: Callable[[Sequence[Message], Count, int], list
         [
             Case(f"{text}, {_words(talk)} words, limit {limit}", talk, limit)
             for text, talk in talks.items()
-            for limit in (99, 12, 8)
+            for limit in (99, 12, 8, 3)
         ],
         expected="the system message, and as many of the newest whole turns as fit beside it, at least one",
         mistakes=[
@@ -309,6 +309,8 @@ def check_newest_that_fit(mended: Callable[[Sequence[Message], Count, int], list
              contents(_fitted(singly=True))),
             ("only the newest turn is kept, though more would fit", contents(_fitted(only_one=True))),
             ("the system message stands at the end", contents(_fitted(last=True))),
+            ("the first message is kept whatever its role", contents(_fitted(keep_first=True))),
+            ("the newest turn is dropped when it alone is too long; it stays", contents(_fitted(drop_newest=True))),
             ("nothing is dropped", contents(lambda messages, count_tokens, limit: list(messages))),
         ],
     )  # fmt: skip
@@ -318,8 +320,9 @@ def _fitted(**wrong: bool) -> Callable[[Sequence[Message], Count, int], list[Mes
     """Tries every number of turns, the largest first; `wrong` switches one mistake on."""
 
     def fit(messages: Sequence[Message], count_tokens: Count, limit: int) -> list[Message]:
-        system = [message for message in messages if message["role"] == "system"]
-        rest = [message for message in messages if message["role"] != "system"]
+        first = messages[:1] if wrong.get("keep_first") else []
+        system = [message for message in messages if message["role"] == "system" or message in first]
+        rest = [message for message in messages if message not in system]
         starts = [i for i, message in enumerate(rest) if message["role"] == "user" or wrong.get("singly")]
         kept = rest
         for number, start in enumerate(starts):
@@ -328,6 +331,8 @@ def _fitted(**wrong: bool) -> Callable[[Sequence[Message], Count, int], list[Mes
             enough = not wrong.get("only_one") or number == 0 or number == len(starts) - 1
             if count_tokens([*system, *kept]) <= room and enough:
                 break
+        else:
+            kept = [] if wrong.get("drop_newest") else kept
         return [*kept, *system] if wrong.get("last") else [*system, *kept]
 
     return fit
