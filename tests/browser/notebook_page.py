@@ -89,6 +89,19 @@ class NotebookPage:
         """Waits until the file has what the page has: at the latest when the autosave comes."""
         expect(self.page.locator(".lm-TabBar-tab.jp-mod-dirty")).to_have_count(0)
 
+    def wait_until_all_ran(self) -> None:
+        """Waits until every code cell in the file has run, or one has failed.
+
+        The page alone cannot tell: it holds only the cells in view, and looks idle between one cell and the next.
+        """
+        for _ in range(SLOW // 1000):
+            code = [cell for cell in self.saved().cells if cell.cell_type == "code" and cell.source]
+            if errors(self.saved()) or all(cell.execution_count for cell in code):
+                return
+            self.page.keyboard.press("Control+s")
+            self.page.wait_for_timeout(1000)
+        raise AssertionError("not all cells have run")
+
     def reload(self) -> None:
         """Loads the page again, as after closing the browser."""
         self._open(self.page.reload)

@@ -29,6 +29,7 @@ def test_a_solution_runs_and_every_control_changes_its_figure(open_notebook, tmp
     (tmp_path / "course").mkdir()
     lab = open_notebook(shutil.copy(SOLUTION, tmp_path / "course" / "solution.ipynb"))
     lab.run_all()
+    lab.wait_until_all_ran()
     lab.wait_until_saved()
     assert not errors(lab.saved())
     assert all(cell.execution_count for cell in lab.saved().cells if cell.cell_type == "code" and cell.source)
