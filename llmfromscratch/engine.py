@@ -8,15 +8,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from llmfromscratch import hub, kv_cache, loading, model, sampling, tokenizer
 from llmfromscratch.batch import Batch
 from llmfromscratch.errors import RequestError, TokenizerError
+from llmfromscratch.text.chat_template import check_messages
 
 Prompt = str | Sequence[int]
+Objects = Sequence[Mapping[str, Any]]  # messages, tools, documents
 _PREFILL_CHUNK = 512  # tokens of a prompt per forward: attention scores take chunk x context numbers a head
 
 
@@ -49,7 +53,11 @@ class LLM:
     dtype: "auto" (bf16 where the processor is fast at it, else fp32), "float32", "bfloat16", "float16", a torch.dtype.
     device: "auto", "cpu", "cuda", "mps", or budgets in bytes such as {"cuda:0": 8e9, "cpu": 32e9}.
     sampler: anything with the methods of `sampling.Sampler`.
-    Raises CheckpointError, TokenizerError, OutOfMemory (budgets too small).
+    max_length: tokens of a prompt at most; None is what the context holds beside one new token.
+    truncation: what becomes of a longer prompt. None refuses it; "left", "right", "middle" cut that part out of its
+        ids; "chat" drops the oldest turns of a conversation, and refuses a plain prompt, which has none.
+    tokenizer_config: both, with the model's special tokens; tokenizer: None where the checkpoint brings none.
+    Raises CheckpointError, TokenizerError, OutOfMemory (budgets too small), RequestError (an argument).
     """
 
     def __init__(
@@ -59,11 +67,16 @@ class LLM:
         dtype: str | torch.dtype = "auto",
         device: str | Mapping[str, float] = "auto",
         sampler: sampling.Sampler | None = None,
+        max_length: int | None = None,
+        truncation: str | None = None,
     ):
         checkpoint = loading.open_checkpoint(hub.resolve(source))
         self.config = checkpoint.config
         data = checkpoint.tokenizer_data()
         self.tokenizer = None if data is None else tokenizer.Tokenizer(data)
+        own = self._require_tokenizer() if truncation == "chat" else self.tokenizer
+        config = (own.config if own else tokenizer.TokenizerConfig)(max_length=max_length, truncation=truncation)
+        self.tokenizer_config = config.within(self.config.context_length)
         with torch.device("meta"):
             self.model = model.Model(self.config)
         self.model.load_state_dict(checkpoint.load(dtype, device), assign=True)
@@ -84,20 +97,26 @@ class LLM:
         checked = [(self._token_ids(prompt), _params(one)) for prompt, one in zip(batch, each, strict=True)]
         return [self._complete(ids, one) for ids, one in checked]
 
-    def chat(self, messages: Sequence[Mapping[str, str]], params: sampling.SamplingParams | None = None) -> Completion:
-        """The model's next message in a conversation of {"role": ..., "content": ...}."""
-        return self.generate([self.chat_prompt(messages)], params)[0]
+    def chat(
+        self,
+        messages: Objects,
+        params: sampling.SamplingParams | None = None,
+        tools: Objects | None = None,
+        documents: Objects | None = None,
+    ) -> Completion:
+        """The model's next message in a conversation. The arguments are those of `chat_prompt` and `generate`."""
+        return self.generate([self.chat_prompt(messages, tools, documents)], params)[0]
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The conversation as token ids in the model's chat template, ready for `generate` and `stream`."""
-        if not isinstance(messages, Sequence):
-            raise RequestError(f"a chat is a list of messages, not {type(messages).__name__}.")
-        for message in messages:
-            if not isinstance(message, Mapping) or not all(
-                isinstance(message.get(k), str) for k in ("role", "content")
-            ):
-                raise RequestError(f'a chat message is {{"role": text, "content": text}}, not {message!r}.')
-        return self._require_tokenizer().render_chat(messages)
+    def chat_prompt(
+        self, messages: Objects, tools: Objects | None = None, documents: Objects | None = None
+    ) -> list[int]:
+        """The conversation ({"role", "content"} each) as token ids in the model's chat template, ready for `generate`.
+
+        tools, documents: see `Tokenizer.render_chat`. Raises RequestError, TokenizerError.
+        """
+        check_messages(messages)
+        render = partial(self._require_tokenizer().render_chat, tools=tools, documents=documents)
+        return render(tokenizer.truncate_chat(messages, lambda some: len(render(some)), self.tokenizer_config))
 
     def stream(self, prompt: Prompt, params: sampling.SamplingParams | None = None) -> Iterator[Piece]:
         """Yields pieces of text as they become certain. Checks the prompt at once, not at the first piece."""
@@ -110,10 +129,12 @@ class LLM:
         return Completion(text, token_ids, prompt, pieces[-1].finish_reason or "abort", pieces[-1].error)
 
     def _pieces(self, prompt: list[int], params: sampling.SamplingParams) -> Iterator[Piece]:
-        decoder = tokenizer.IncrementalDecoder(self.tokenizer, prompt) if self.tokenizer else None
+        own = self.tokenizer  # ids that it lacks, where an embedding is padded to a round number, are no text
+        decoder = tokenizer.IncrementalDecoder(own, [index for index in prompt if index in own]) if own else None
         for token, reason, error in self._decode(prompt, params):
-            ended = reason == "stop" or token is None
-            text = decoder.push(token) if decoder and token is not None and not ended else ""
+            text = ""
+            if own and decoder and token is not None and token in own and reason != "stop":
+                text = decoder.push(token)
             if reason and decoder:
                 text += decoder.flush()
             yield Piece(text, [] if token is None else [token], reason, error)
@@ -123,7 +144,9 @@ class LLM:
     ) -> Iterator[tuple[int | None, str | None, str | None]]:
         """Yields (token, finish reason, error) per step: prefill in chunks, then one token at a time."""
         request, stream = next(self._request_ids), self.sampler.random_stream(params.seed)
-        ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.config.eos_token_ids)}
+        ends = set(params.stop_token_ids)
+        if not params.ignore_eos:  # Meta's own files name no end tokens; their tokenizer does
+            ends.update(self.config.eos_token_ids or self.tokenizer_config.eos_ids)
         room = min(params.max_tokens, self.config.context_length - len(ids))
         new = ids
         try:
@@ -159,9 +182,9 @@ class LLM:
         for token in ids:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
                 raise RequestError(f"the prompt holds {token!r}; token ids are whole numbers from 0 to {vocab - 1}.")
-        if len(ids) >= context:
+        if len(ids) >= context and self.tokenizer_config.truncation in (None, "chat"):
             raise RequestError(f"the prompt has {len(ids)} tokens; the context holds {context}, the answer included.")
-        return ids
+        return tokenizer.truncate(ids, self.tokenizer_config)
 
     def _require_tokenizer(self) -> tokenizer.Tokenizer:
         if self.tokenizer is None:

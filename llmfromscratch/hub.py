@@ -43,6 +43,7 @@ HUB_FILES = [
     "tokenizer.model",
     "special_tokens_map.json",
     "chat_template.*",
+    "additional_chat_templates/*.jinja",
 ]
 HUB_WEIGHTS = [["*.safetensors", "*.safetensors.index.json"], ["pytorch_model*.bin", "*.bin.index.json"]]
 WEIGHT_SUFFIXES = {".gguf", ".safetensors", ".bin", ".pt", ".pth"}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import codecs
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import fields
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from typing import Any
@@ -27,6 +27,7 @@ from llmfromscratch.text.hidden_tokens import HiddenTokens
 from llmfromscratch.text.long_words import merge_long
 from llmfromscratch.text.spelling import Spelling
 from llmfromscratch.text.splitting import SplittingRule
+from llmfromscratch.text.tokenizer_config import TokenizerConfig
 from llmfromscratch.text.tokenizer_data import TokenizerData, respect_flags
 
 _LONGEST_REMEMBERED, _MOST_REMEMBERED = 64, 100_000  # a word's characters, words: a long-running process must not grow
@@ -193,6 +194,10 @@ class Tokenizer:
             self._known[word] = ids
         return ids
 
+    def __contains__(self, index: object) -> bool:
+        """Whether the vocabulary has this id. A model may say others, if its embedding is padded with empty rows."""
+        return index in self._tokens
+
     def token_bytes(self, index: int) -> bytes:
         """The bytes that a token stands for. Raises TokenizerError for an id outside the vocabulary."""
         try:
@@ -214,21 +219,54 @@ class Tokenizer:
             raise
         return text.removeprefix(" ") if self.strip_first_space else text
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> list[int]:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+    ) -> list[int]:
         """Token ids of a conversation ({"role", "content"} each) in the model's own chat template.
 
-        A begin token is there as often as the template puts it. Added tokens written inside a message stay text: their
-        first character is hidden behind private-use ones before rendering, and shown again when the template's own
-        have been found.
+        tools: JSON schemas of functions that the model may call. documents: {"title", "text"} each. template: the name
+        of one of several; without it "tool_use" for tools, "rag" for documents, where there are such, or "default".
+
+        A begin token is there as often as the template puts it. Added tokens written inside a message, a tool or a
+        document stay text: their first character is hidden behind private-use ones before rendering, and shown again
+        when the template's own have been found.
+
+        Raises TokenizerError where there is no template, none of that name, or it refuses the messages; RequestError
+        for tools or documents that are no lists of mappings, or that the template does not show to the model.
         """
-        if not self.chat_template:
-            raise TokenizerError("this model has no chat template; use generate with a plain prompt.")
+        program = chat_template.choose(self.chat_template, template, tools, documents)
+        chat_template.check_shown(program, tools=tools, documents=documents)
+        hidden = {"tools": self._hidden.hide(tools), "documents": self._hidden.hide(documents)}
         bos = self._tokens[self.bos_id] if self.bos_id is not None else ""
         eos = self._tokens[self.eos_ids[0]] if self.eos_ids else ""
         text = chat_template.render(
-            self.chat_template, self._hidden.hide(messages), add_generation_prompt, bos_token=bos, eos_token=eos
+            program, self._hidden.hide(messages), add_generation_prompt, **hidden, bos_token=bos, eos_token=eos
         )
         return self._encode_trusted(text, self._hidden.show)
+
+    def config(self, **changes: Any) -> TokenizerConfig:
+        """The TokenizerConfig of this model: padding, begin and end tokens, and whether texts begin with one.
+
+        changes: fields of TokenizerConfig, such as max_length; they count before the model's own. Raises RequestError
+        for a name that is no field, a value that cannot be meant, and truncation="chat" without a chat template.
+        """
+        names = [field.name for field in fields(TokenizerConfig)]
+        if unknown := changes.keys() - set(names):
+            raise RequestError(f"a TokenizerConfig has no {', '.join(sorted(unknown))}; it has {', '.join(names)}.")
+        if changes.get("truncation") == "chat" and not self.chat_template:
+            raise RequestError("truncation is 'chat', but this model has no chat template; choose another.")
+        own: dict[str, Any] = {
+            "pad_id": self.pad_id,
+            "bos_id": self.bos_id,
+            "eos_ids": self.eos_ids,
+            "add_bos": self.add_bos,
+        }
+        return TokenizerConfig(**{**own, **changes})
 
 
 def _without_control_tokens(
@@ -240,51 +278,7 @@ def _without_control_tokens(
     return {pair: rank for pair, rank in ranks.items() if pair[0] + pair[1] not in control}
 
 
-@dataclass(frozen=True)
-class TokenizerConfig:
-    """What changes with the model around its vocabulary: another model is another config, not other code.
-
-    max_length: tokens a prompt may have; None sets no limit.
-    truncation: what happens to a longer one. "left" drops its beginning, "right" its end, "middle" what lies between;
-        "chat" drops the oldest turns of a conversation (`truncate_chat`); None refuses it.
-    padding_side: "left" (what generation needs: every row ends at the same column) or "right".
-    pad_to_multiple_of: the width of a padded batch is rounded up to a multiple of this many tokens.
-    pad_id, bos_id, eos_ids: the model's own; None, and no end tokens, where it has none.
-    add_bos: every text begins with bos_id.
-
-    Raises RequestError for a value that cannot be meant.
-    """
-
-    max_length: int | None = None
-    truncation: str | None = None
-    padding_side: str = "left"
-    pad_to_multiple_of: int = 1
-    pad_id: int | None = None
-    bos_id: int | None = None
-    eos_ids: tuple[int, ...] = ()
-    add_bos: bool = False
-
-    def __post_init__(self) -> None:
-        whole = {"max_length": 1, "pad_to_multiple_of": 1, "pad_id": 0, "bos_id": 0}
-        for name, least in whole.items():
-            value = getattr(self, name)
-            if not (_is_whole(value, least) or (value is None and name != "pad_to_multiple_of")):
-                raise RequestError(f"{name} is {value!r}; it must be a whole number of at least {least}.")
-        for name, choices in (("truncation", (None, *_CUTS, "chat")), ("padding_side", ("left", "right"))):
-            if getattr(self, name) not in choices:
-                raise RequestError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(map(repr, choices))}.")
-        if not isinstance(self.eos_ids, Sequence) or not all(_is_whole(index, 0) for index in self.eos_ids):
-            raise RequestError(f"eos_ids is {self.eos_ids!r}; it must be a list of token ids, whole numbers from 0 on.")
-        object.__setattr__(self, "eos_ids", tuple(self.eos_ids))
-        if not isinstance(self.add_bos, bool) or (self.add_bos and self.bos_id is None):
-            raise RequestError(f"add_bos is {self.add_bos!r} and bos_id {self.bos_id!r}; True needs the token's id.")
-
-
 _CUTS = ("left", "right", "middle")
-
-
-def _is_whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def truncate(ids: Sequence[int], config: TokenizerConfig) -> list[int]:

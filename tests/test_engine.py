@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tiny_models import CONTROL, save_tiny
+from tiny_models import CHAT_TEMPLATE, CONTROL, save_tiny
 
 from llmfromscratch import LLM, SamplingParams, kv_cache, sampling
 from llmfromscratch.errors import CheckpointError, OutOfMemory, RequestError, TokenizerError
@@ -211,6 +211,145 @@ def test_text_from_a_user_holds_no_control_token(llm):
     assert llm.tokenizer.decode(answer.prompt_token_ids) == prompt
 
 
+# ---- prompts that are too long -----------------------------------------------------------------------------------
+
+
+def limited(folder, **limits) -> LLM:
+    return LLM(folder, dtype="float64", device="cpu", **limits)
+
+
+def test_the_tokenizers_config_is_the_models_and_leaves_room_for_one_new_token(llm):
+    own = llm.tokenizer_config
+    assert own == llm.tokenizer.config(max_length=CONTEXT - 1)
+    assert (own.bos_id, own.eos_ids, own.truncation) == (START, (END, OTHER_END), None)
+
+
+@pytest.mark.parametrize(("side", "kept"), [("left", "56789"), ("right", "01234"), ("middle", "01789")])
+def test_a_prompt_that_is_too_long_is_cut_where_asked_for(folder, side, kept):
+    llm = limited(folder, max_length=5, truncation=side)
+    params = SamplingParams(max_tokens=4)
+    cut, whole = llm.generate(["0123456789", "abcde"], params)
+    assert cut == llm.generate(kept, params)[0]
+    assert whole.prompt_token_ids == llm.tokenizer.encode("abcde")
+    pieces = llm.stream(llm.tokenizer.encode("0123456789"), params)
+    assert [token for piece in pieces for token in piece.token_ids] == cut.token_ids
+
+
+@pytest.mark.parametrize("side", ["left", "right", "middle"])
+def test_without_a_limit_of_ones_own_the_context_is_the_limit(folder, side):
+    answer = limited(folder, truncation=side).generate("x" * 200, LONG)[0]
+    assert (len(answer.prompt_token_ids), len(answer.token_ids)) == (CONTEXT - 1, 1)
+
+
+@pytest.mark.parametrize("truncation", [None, "chat"])
+def test_a_plain_prompt_above_the_limit_is_refused_with_both_lengths(folder, truncation):
+    llm = limited(folder, max_length=5, truncation=truncation)
+    assert len(llm.generate("abcde", SamplingParams(max_tokens=1))[0].prompt_token_ids) == 5
+    with pytest.raises(RequestError, match="the prompt has 6 tokens and the limit is 5"):
+        llm.generate("abcdef")
+    with pytest.raises(RequestError, match=f"the prompt has 200 tokens; the context holds {CONTEXT}"):
+        llm.generate("x" * 200)
+
+
+TURNS = [
+    {"role": "system", "content": "S"},
+    {"role": "user", "content": "first question"},
+    {"role": "assistant", "content": "first answer"},
+    {"role": "user", "content": "second"},
+]
+
+
+def test_a_chat_that_is_too_long_loses_its_oldest_turns_and_keeps_the_system_message(folder):
+    llm = limited(folder, max_length=60, truncation="chat")
+    kept = llm.tokenizer.render_chat([TURNS[0], TURNS[-1]])
+    assert len(kept) <= 60 < len(llm.tokenizer.render_chat(TURNS[:1] + TURNS[2:]))
+    assert llm.chat_prompt(TURNS) == kept
+    assert llm.chat(TURNS, SamplingParams(max_tokens=2)).prompt_token_ids == kept
+    assert limited(folder, truncation="chat").chat_prompt(TURNS) == llm.tokenizer.render_chat(TURNS)
+    with pytest.raises(RequestError, match=f"alone have {len(kept)} tokens and the limit is {len(kept) - 1}"):
+        limited(folder, max_length=len(kept) - 1, truncation="chat").chat(TURNS)
+
+
+def test_a_chat_is_cut_as_ids_where_that_was_chosen(folder):
+    llm = limited(folder, max_length=30, truncation="left")
+    whole = llm.tokenizer.render_chat(TURNS)
+    assert llm.chat_prompt(TURNS) == whole
+    assert llm.chat(TURNS, SamplingParams(max_tokens=1)).prompt_token_ids == whole[-30:]
+
+
+WRONG_LIMITS = [
+    ({"max_length": 0}, "max_length is 0; it must be a whole number of at least 1"),
+    ({"max_length": "5"}, "max_length is '5'"),
+    ({"max_length": CONTEXT}, f"max_length is {CONTEXT}; the context leaves {CONTEXT - 1} tokens to a prompt"),
+    ({"truncation": "top"}, "truncation is 'top'; choose one of None, 'left', 'right', 'middle', 'chat'"),
+]
+
+
+@pytest.mark.parametrize(("limits", "sentence"), WRONG_LIMITS)
+@pytest.mark.parametrize("with_tokenizer", [True, False])
+def test_limits_that_cannot_be_meant_are_refused_when_the_model_is_opened(tmp_path, limits, sentence, with_tokenizer):
+    save_tiny(tmp_path, with_tokenizer)
+    with pytest.raises(RequestError) as refused:
+        limited(tmp_path, **limits)
+    assert sentence in str(refused.value)
+
+
+def test_turns_can_be_dropped_only_where_there_is_a_chat_template(tmp_path):
+    save_tiny(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(RequestError, match="truncation is 'chat', but this model has no chat template"):
+        limited(tmp_path, truncation="chat")
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(TokenizerError, match="no tokenizer"):
+        limited(tmp_path, truncation="chat")
+
+
+def test_ids_are_cut_without_a_tokenizer_too(tmp_path):
+    llm = limited(save_tiny(tmp_path, with_tokenizer=False), max_length=2, truncation="right")
+    assert llm.generate([5, 6, 7], SamplingParams(max_tokens=1))[0].prompt_token_ids == [5, 6]
+
+
+# ---- ids that the tokenizer lacks --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory) -> LLM:
+    """A model whose embedding has five rows more than the tokenizer has tokens."""
+    return limited(save_tiny(tmp_path_factory.mktemp("padded"), vocab_size=264))
+
+
+def test_an_id_beyond_the_tokenizers_vocabulary_is_silent_and_the_answer_goes_on(padded):
+    scripted(padded, "€")  # three tokens: the character is put together over the foreign ids
+    first, *rest = padded.sampler.tokens
+    tokens = [first, 259, 263, *rest, 260, END]
+    padded.sampler = Scripted(*tokens)
+    answer = padded.generate("x", LONG)[0]
+    assert (answer.text, answer.token_ids, answer.finish_reason) == ("€", tokens, "stop")
+    padded.sampler = Scripted(*tokens)
+    assert "".join(piece.text for piece in padded.stream("x", LONG)) == "€"
+
+
+def test_such_an_id_may_stand_in_the_prompt_come_last_or_stop(padded):
+    padded.sampler = Scripted(260, 5, 261)
+    first = padded.generate([259, 5], SamplingParams(max_tokens=1))[0]
+    assert (first.text, first.token_ids, first.finish_reason) == ("", [260], "length")
+    second = padded.generate([259, 5], SamplingParams(max_tokens=9, stop_token_ids=[261]))[0]
+    assert (second.text, second.finish_reason) == (padded.tokenizer.decode([5]), "stop")
+    with pytest.raises(RequestError, match="whole numbers from 0 to 263"):
+        padded.generate([264])
+    with pytest.raises(TokenizerError, match="token id 260 is outside the vocabulary"):
+        padded.tokenizer.decode([260])
+    assert 258 in padded.tokenizer and 259 not in padded.tokenizer and -1 not in padded.tokenizer
+
+
+def test_the_tokenizers_end_tokens_count_where_the_config_names_none(tmp_path):
+    llm = limited(save_tiny(tmp_path, eos_token_id=None))
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    assert llm.config.eos_token_ids == ()
+    answer = scripted(llm, "four", END, 5, 6).generate("2 + 2 =", LONG)[0]
+    assert (answer.text, answer.finish_reason) == ("four", "stop")
+
+
 # ---- streaming ---------------------------------------------------------------------------------------------------
 
 
@@ -333,7 +472,43 @@ def test_chat_answers_the_conversation_in_the_models_own_template(llm):
     assert answer.prompt_token_ids == prompt
 
 
+TOOL = {"type": "function", "function": {"name": "weather", "description": "<|end|> of rain"}}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "weather", "arguments": {}}}]}
+
+
+def test_tools_and_documents_go_to_the_template_and_are_refused_where_it_has_no_use_for_them(llm, tmp_path):
+    for given in ({"tools": [TOOL]}, {"documents": [{"title": "a", "text": "b"}]}):
+        with pytest.raises(RequestError, match="does not show"):
+            llm.chat(TURNS, LONG, **given)
+    save_tiny(tmp_path, max_position_embeddings=300)
+    template = "{{ tools | tojson }}{{ documents | tojson }}" + CHAT_TEMPLATE
+    (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
+    own = LLM(tmp_path, dtype="float64", device="cpu", truncation="chat", max_length=140)
+    given = {"tools": [TOOL], "documents": []}
+    prompt = own.tokenizer.render_chat([TURNS[0], TURNS[-1]], **given)
+    assert len(prompt) < 140 < len(own.tokenizer.render_chat(TURNS, **given))
+    assert prompt[:5] == own.tokenizer.encode('[{"ty')
+    assert own.chat(TURNS, SamplingParams(max_tokens=1), **given).prompt_token_ids == prompt
+    with pytest.raises(TypeError, match="tool"):
+        own.chat(TURNS, LONG, tool=[TOOL])
+
+
+def test_an_answer_that_is_a_call_needs_no_content(llm):
+    without = {key: value for key, value in CALL.items() if key != "content"}
+    empty = llm.chat_prompt([TURNS[1], {**CALL, "content": ""}, {"role": "tool", "content": "rain"}])
+    template = CHAT_TEMPLATE.replace("{{ m.content }}", "{{ m.content or '' }}")
+    data = llm.tokenizer._data
+    try:
+        llm.tokenizer.chat_template = template
+        for call in (CALL, without):
+            assert llm.chat_prompt([TURNS[1], call, {"role": "tool", "content": "rain"}]) == empty
+    finally:
+        llm.tokenizer.chat_template = data.chat_template
+
+
 WRONG_MESSAGES = [
+    {"role": "assistant", "content": None, "tool_calls": []},
+    {"role": 5, "tool_calls": [1]},
     "Hi",
     {"role": "user"},
     {"content": "Hi"},

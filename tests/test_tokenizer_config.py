@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from llmfromscratch import tokenizer
 from llmfromscratch.errors import RequestError
+from llmfromscratch.text.tokenizer_data import TokenizerData
 
 SIDES = ("left", "right")
 IDS = st.lists(st.integers(0, 96), max_size=30)
@@ -57,6 +58,52 @@ def test_several_end_tokens_are_kept_in_order_and_configs_can_be_compared():
     assert config(eos_ids=[2, 5]).eos_ids == (2, 5)
     assert config(eos_ids=[2, 5]) == config(eos_ids=(2, 5))
     assert len({config(pad_id=0), config(pad_id=0)}) == 1
+
+
+def model_of(**fields: Any) -> tokenizer.Tokenizer:
+    """A tokenizer of ten tokens, the special ones where the test puts them."""
+    return tokenizer.Tokenizer(TokenizerData({chr(65 + index): index for index in range(10)}, {}, **fields))
+
+
+def test_the_model_changes_the_config_and_the_code_stays():
+    first = model_of(bos_id=1, eos_ids=(2, 5), pad_id=0, add_bos=True)
+    second = model_of(bos_id=3, eos_ids=(4,))
+    assert first.config() == config(bos_id=1, eos_ids=(2, 5), pad_id=0, add_bos=True)
+    assert second.config() == config(bos_id=3, eos_ids=(4,), add_bos=False)
+    assert model_of().config() == config()
+    cut = [
+        tokenizer.truncate(one.encode("ABCD"), one.config(max_length=3, truncation="left")) for one in (first, second)
+    ]
+    assert cut == [[1, 2, 3], [1, 2, 3]]
+    assert tokenizer.truncate(first.encode("DEFG"), first.config(max_length=3, truncation="left")) == [1, 5, 6]
+    assert tokenizer.pad([[7], [7, 8]], first.config())[0].tolist() == [[0, 7], [7, 8]]
+    with pytest.raises(RequestError, match="pad_id is None"):
+        tokenizer.pad([[7], [7, 8]], second.config())
+    assert tokenizer.pad([[7], [7, 8]], second.config(pad_id=4))[0].tolist() == [[4, 7], [7, 8]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"max_len": 5}, "a TokenizerConfig has no max_len; it has max_length, truncation, padding_side,"),
+        ({"b": 1, "a": 2, "pad_id": 3}, "has no a, b; it has"),
+        ({"max_length": -1}, "max_length is -1"),
+        ({"truncation": "chat"}, "truncation is 'chat', but this model has no chat template"),
+    ],
+)
+def test_a_change_that_is_no_field_or_cannot_be_meant_is_refused(changes, sentence):
+    with pytest.raises(RequestError) as refused:
+        model_of().config(**changes)
+    assert sentence in str(refused.value)
+    assert model_of(chat_template="x").config(truncation="chat").truncation == "chat"
+
+
+def test_within_a_context_a_prompt_leaves_room_for_one_new_token():
+    assert config().within(96) == config(max_length=95)
+    assert config(max_length=95, pad_id=1).within(96) == config(max_length=95, pad_id=1)
+    assert config(max_length=1).within(96).max_length == 1
+    with pytest.raises(RequestError, match="max_length is 96; the context leaves 95 tokens to a prompt"):
+        config(max_length=96).within(96)
 
 
 # ---- truncation --------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from llmfromscratch import tokenizer
 from llmfromscratch.errors import TokenizerError
@@ -94,9 +95,25 @@ def test_old_json_files_write_a_merge_as_one_string(tmp_path):
 def test_a_template_may_stand_in_a_file_of_its_own_or_in_a_list_of_several(tmp_path):
     several = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
     file = folder_of(tmp_path, as_json(), {"chat_template": several})
-    assert tokenizer_files.read_json_tokenizer(file).chat_template == "yes"
+    assert tokenizer_files.read_json_tokenizer(file).chat_template == {"tool_use": "no", "default": "yes"}
     (tmp_path / "chat_template.jinja").write_text("ünïcode", encoding="utf-8")
     assert tokenizer_files.read_json_tokenizer(file).chat_template == "ünïcode"
+
+
+@pytest.mark.parametrize("templates", ["alone", {"default": "a", "tool_use": "b", "rag": "ç"}])
+def test_templates_are_found_where_transformers_saves_them(tmp_path, templates):
+    fast = PreTrainedTokenizerFast(tokenizer_object=library(), chat_template=templates)
+    fast.save_pretrained(tmp_path)
+    assert (tmp_path / "chat_template.jinja").exists()
+    assert tokenizer_files.read_json_tokenizer(tmp_path / "tokenizer.json").chat_template == templates
+
+
+def test_named_templates_of_a_gguf_stand_beside_the_default():
+    named = {**metadata(), "tokenizer.chat_templates": ["tool_use"], "tokenizer.chat_template.tool_use": "{{ tools }}"}
+    found = tokenizer_files.read_gguf_tokenizer(named, FILE).chat_template
+    assert found == {"default": TEMPLATE, "tool_use": "{{ tools }}"}
+    with pytest.raises(TokenizerError, match="chat template is a int, not text"):
+        tokenizer_files.read_gguf_tokenizer({**named, "tokenizer.chat_template.rag": 5}, FILE)
 
 
 def test_without_the_files_beside_it_a_tokenizer_json_still_encodes(tmp_path):
@@ -307,6 +324,7 @@ def test_junk_anywhere_in_a_tokenizer_json_is_read_or_refused_with_our_own_error
         own = tokenizer.Tokenizer(tokenizer_files.read_json_tokenizer(folder_of(tmp_path, content)))
         own.decode(own.encode(TEXT, special=True))
         own.render_chat([{"role": "user", "content": TEXT}])
+        own.config()
     except TokenizerError:
         pass
 
@@ -327,5 +345,6 @@ def test_junk_in_gguf_metadata_is_read_or_refused_with_our_own_error(kind, field
         )
         own.decode(own.encode(TEXT, special=True))
         own.render_chat([{"role": "user", "content": TEXT}])
+        own.config()
     except TokenizerError:
         pass

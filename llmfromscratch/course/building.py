@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from llmfromscratch import learner_engine
-from llmfromscratch.course import assembling, exercises, fresh, progress
+from llmfromscratch.course import assembling, exercises, fresh, live_source, progress, recording
+from llmfromscratch.course.exercise import Exercise
 from llmfromscratch.course.failures import BuildFailed
+
+_RECORDED = ("source", "helpers", "constants", "imports")
 
 
 def build(module: str, *, discard_edits: bool = False) -> None:
     """Writes my_engine/MODULE.py: the reference with your definitions in the place of its own, and switches to it.
 
-    module: one of the nine replaceable names, e.g. "loading". Exercises without a passed check stay the reference's,
-    and are named. The new file is imported and checked in a fresh process before it takes the place of the old one.
-    A file that you have edited by hand is never overwritten: `discard_edits=True` moves it aside first.
+    module: one of the nine replaceable names, e.g. "loading". What is built is the version of each definition that last
+    passed its check; one that the notebook has changed since is named. Exercises without a passed check stay the
+    reference's, and are named. The new file is imported and checked in a fresh process before it takes the place of the
+    old one. A file that you have edited by hand is never overwritten: `discard_edits=True` moves it aside first.
     Raises BuildFailed; the engine is then what it was.
     """
     course = _course_for(module)
@@ -105,6 +109,24 @@ def _put_in_place(target: Path, text: str, module: str) -> None:
 def _tell(module: str, entries: Mapping[str, Mapping[str, Any]], theirs: list[str]) -> None:
     yours = ", ".join(f"{key} {entry['name']}" for key, entry in entries.items())
     print(f"Built my_engine/{module}.py, checked in a fresh process.\n  yours: {yours}")
+    for key, entry in entries.items():
+        if _changed_since(exercises.find(key), entry):
+            print(
+                f"  the {entry['name']} in your notebook is another now: built is the version that last passed; "
+                f'check("{key}", {entry["name"]}) and build again to take the new one'
+            )
     if theirs:
         print(f"  still the reference's: {', '.join(theirs)}")
     print("A new LLM(...) uses it; one that exists keeps the code it was made with.")
+
+
+def _changed_since(exercise: Exercise, entry: Mapping[str, Any]) -> bool:
+    """Whether the notebook has a definition of this exercise, and not the one that was recorded."""
+    live = vars(sys.modules["__main__"]).get(exercise.name)
+    if live is None or not live_source.own_functions(live):
+        return False  # nothing of the learner's: not run in this session, or imported from the engine
+    try:
+        now = recording.record(exercise, live)
+    except recording.NotRecordable:
+        return True
+    return any(now[part] != entry[part] for part in _RECORDED)

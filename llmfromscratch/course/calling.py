@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from llmfromscratch.course import differences
-from llmfromscratch.course.differences import Tolerance
+from llmfromscratch.course.differences import NamedParts, Tolerance
 from llmfromscratch.course.failures import CheckFailed
 from llmfromscratch.course.occasions import Occasion, joined, keep_occasion
 
@@ -48,16 +48,33 @@ class Case:
         )
 
 
-def call_watched(function: Callable[..., Any], case: Case, expected: str) -> Any:
-    """The learner's result on copies of the arguments; raises CheckFailed where the call changed them."""
+def call_watched(
+    function: Callable[..., Any],
+    case: Case,
+    expected: str,
+    explain: Callable[[BaseException, Case], str] = lambda error, case: "",
+) -> Any:
+    """The learner's result on copies of the arguments; raises CheckFailed where the call changed them.
+
+    explain: what an error of the learner's code means in this exercise, "" where that is not known.
+    """
     args, kwargs = _copied((case.args, case.kwargs))
     try:
         got = function(*args, **kwargs)
     except BaseException as error:
-        keep_occasion(error, Occasion(case.text, expected, shapes=case.shapes(function)))
+        occasion = Occasion(case.text, expected, shapes=case.shapes(function), meaning=explain(error, case))
+        keep_occasion(error, occasion)
         raise
     _refuse_changes(function, case, [*args, *kwargs.values()])
     return detached(got)
+
+
+def result_of(function: Callable[..., Any], case: Case) -> Any:
+    """What a call gives; an exception counts as a result of its own, since only one case needs to be shown."""
+    try:
+        return case.call(function)
+    except Exception as error:  # noqa: BLE001 - the learner's code may fail on a later case in any way
+        return type(error).__name__
 
 
 def _refuse_changes(function: Callable[..., Any], case: Case, now: Sequence[Any]) -> None:
@@ -81,8 +98,8 @@ def detached(value: Any) -> Any:
         return value.detach() if value.requires_grad else value
     if type(value) in (list, tuple):
         return type(value)(detached(item) for item in value)
-    if type(value) is dict:
-        return {key: detached(item) for key, item in value.items()}
+    if type(value) in (dict, NamedParts):
+        return type(value)({key: detached(item) for key, item in value.items()})
     return value
 
 

@@ -5,24 +5,26 @@
             mistakes=[("the halves are not swapped", wrong_order)])
 
 Cases stand smallest first: the first that fails is the one that is shown. A mistake is a sentence and a function that
-makes it; where its results are the learner's on every case that fails, its sentence is said.
+makes it; where its results are the learner's on every case, its sentence is said.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from llmfromscratch.course import differences
 from llmfromscratch.course.calling import Case as Case
-from llmfromscratch.course.calling import call_watched, detached
+from llmfromscratch.course.calling import call_watched, detached, result_of
+from llmfromscratch.course.differences import NamedParts as NamedParts
 from llmfromscratch.course.differences import Tolerance
 from llmfromscratch.course.failures import CheckFailed
 from llmfromscratch.course.occasions import Occasion, joined, keep_occasion
 
-Mistake = tuple[str, Callable[..., Any]]
+# a sentence, or what gives it for the case that is shown ("" if it has none), and a function that makes the mistake
+Mistake = tuple[str | Callable[[Case], str], Callable[..., Any]]
 Outcome = tuple[Case, Any, Any]  # a case, what the learner's function gives on it, and what the oracle gives
 
 
@@ -32,8 +34,9 @@ def compare(
     cases: Sequence[Case],
     *,
     expected: str,
-    mistakes: Sequence[Mistake] = (),
+    mistakes: Iterable[Mistake] = (),
     diagnose: Callable[[Any, Any], str] | None = None,
+    explain: Callable[[BaseException, Case], str] = lambda error, case: "",
     tolerance: Tolerance | None = None,
     check_dtype: bool = True,
     what: str = "the result",
@@ -44,21 +47,24 @@ def compare(
     gradient are compared without it, so a check hands on what a module gives, None included, as it is. What the
     learner's code raises goes through, with the case attached.
     expected: what holds, in words that do not give the code away. diagnose: (got, want) -> a sentence, or "" where it
-    knows nothing; asked where no named mistake fits. tolerance: by default what the dtype allows.
+    knows nothing; asked where no named mistake fits. explain: what an error of the learner's code means in this
+    exercise, "" where that is not known. tolerance: by default what the dtype allows.
     """
     tolerance = tolerance or Tolerance(check_dtype=check_dtype)
+    right: list[Outcome] = []
     for number, case in enumerate(cases):
         want = case.call(oracle)
-        got = call_watched(function, case, expected)
+        got = call_watched(function, case, expected, explain)
         difference = differences.find(got, want, tolerance)
         if difference is None:
+            right.append((case, got, want))
             continue
-        outcomes = [(later, _result(function, later), later.call(oracle)) for later in cases[number:]]
+        outcomes = [(later, result_of(function, later), later.call(oracle)) for later in cases[number:]]
         raise CheckFailed(
             expected,
             case=joined(case.text, difference.text(what)),
             mistake=_dtype_mistake(function, outcomes, tolerance)
-            or _named_mistake(outcomes, mistakes, tolerance)
+            or _named_mistake([*outcomes, *right], mistakes, tolerance)
             or (diagnose(got, want) if diagnose else "")
             or _general_mistake(outcomes, tolerance),
         )
@@ -131,18 +137,27 @@ def _dtype_mistake(function: Callable[..., Any], outcomes: Sequence[Outcome], to
     return said[0] if said and all(said) else ""
 
 
-def _named_mistake(outcomes: Sequence[Outcome], mistakes: Sequence[Mistake], tolerance: Tolerance) -> str:
+def _named_mistake(outcomes: Sequence[Outcome], mistakes: Iterable[Mistake], tolerance: Tolerance) -> str:
     """The sentence of the first mistake that gives the learner's result on every one of the cases, else "".
 
-    One that gives the dtype as well goes before those that give the values alone.
+    outcomes: the case that is shown first. A mistake that gives the dtype as well goes before those that give the
+    values alone.
     """
     by_value = ""
     for sentence, wrong in mistakes:
-        pairs = [(got, _result(wrong, case)) for case, got, _ in outcomes]
-        if all(differences.find(got, result, tolerance) is None for got, result in pairs):
-            return sentence
-        if all(differences.find(got, result, tolerance.without_dtype()) is None for got, result in pairs):
-            by_value = by_value or sentence
+        exact = by_value_too = True
+        for case, got, _ in outcomes:
+            result = result_of(wrong, case)
+            exact = exact and differences.find(got, result, tolerance) is None
+            by_value_too = exact or differences.find(got, result, tolerance.without_dtype()) is None
+            if not by_value_too:
+                break
+        if not by_value_too or (by_value and not exact):
+            continue
+        said = sentence if isinstance(sentence, str) else sentence(outcomes[0][0])
+        if exact and said:
+            return said
+        by_value = by_value or said
     return by_value
 
 
@@ -161,11 +176,3 @@ def _general_mistake(outcomes: Sequence[Outcome], tolerance: Tolerance) -> str:
         if differences.find(got, want, tolerance) is not None:
             return differences.general_mistake(got, want, case.args)
     return ""
-
-
-def _result(function: Callable[..., Any], case: Case) -> Any:
-    """What a call gives; an exception counts as a result of its own, since only one case needs to be shown."""
-    try:
-        return case.call(function)
-    except Exception as error:  # noqa: BLE001 - the learner's code may fail on a later case in any way
-        return type(error).__name__

@@ -40,17 +40,26 @@ class Tolerance:
         return near | (g == w) | (torch.isnan(g) & torch.isnan(w))
 
 
+class NamedParts(dict):
+    """Several values that a check got from the learner's object, each under the name that the learner knows it by.
+
+    A difference is told by that name ("mask[0]: got 0, expected 1"), since the learner has returned no dict.
+    """
+
+
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """One difference: where ("" for the whole value), and what was got and expected, in words."""
+    """One difference: where ("" for the whole value), and what was got and expected, in words; part: of NamedParts."""
 
     where: str
     got: str
     want: str
     more: str = ""
+    part: str = ""
 
     def text(self, what: str = "the result") -> str:
         """The difference as a sentence; WHAT names the value."""
+        what = self.part or what
         place = f"{what}{self.where}: " if self.where or what != "the result" else ""
         return f"{place}got {self.got}, expected {self.want}{self.more}"
 
@@ -66,6 +75,8 @@ def find(got: Any, want: Any, tolerance: Tolerance, where: str = "") -> Differen
         return _find_in_tensor(got, want, tolerance, where)
     if isinstance(want, np.ndarray):
         return _find_in_array(got, want, tolerance, where)
+    if isinstance(want, NamedParts):
+        return _find_in_parts(got, want, tolerance)
     if isinstance(want, Mapping):
         return _find_in_mapping(got, want, tolerance, where)
     if isinstance(want, list | tuple):
@@ -135,6 +146,11 @@ def _find_in_mapping(got: Mapping, want: Mapping, tolerance: Tolerance, where: s
         return Difference(where, " and ".join(parts), f"the keys {shown(list(want))}")
     found = (find(got[key], value, tolerance, f"{where}[{key!r}]") for key, value in want.items())
     return next((difference for difference in found if difference is not None), None)
+
+
+def _find_in_parts(got: NamedParts, want: NamedParts, tolerance: Tolerance) -> Difference | None:
+    found = ((name, find(got[name], value, tolerance)) for name, value in want.items())
+    return next((dataclasses.replace(difference, part=name) for name, difference in found if difference), None)
 
 
 def _find_in_sequence(got: Sequence, want: Sequence, tolerance: Tolerance, where: str) -> Difference | None:

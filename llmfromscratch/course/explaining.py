@@ -93,6 +93,8 @@ def _is_wrong_call(error: Exception) -> bool:
 def _in_case(error: Exception, occasion: Occasion) -> str:
     if occasion.refusal:
         return "this case is worked on before it is looked at, or another kind of error is raised for it"
+    if occasion.meaning:
+        return occasion.meaning
     meaning = locating.meaning(error)
     return f"{meaning}; here {occasion.shapes}" if occasion.shapes and locating.is_about_shapes(error) else meaning
 

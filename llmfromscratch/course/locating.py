@@ -25,6 +25,8 @@ _MEANINGS: dict[type[BaseException], str] = {
     RecursionError: "a function calls itself without end",
     TypeError: "a value has another type than the operation needs, or a call has the wrong arguments",
     AssertionError: "one of your own assertions does not hold",
+    UnicodeDecodeError: "bytes are decoded that are no whole characters of UTF-8: some are still to come, or `errors` "
+    "has to say what stands for them",
     ImportError: "an import does not work here",
     StopIteration: "an iterator had no further item",
 }

@@ -17,13 +17,14 @@ class Occasion:
     """What a check was about when the learner's code raised.
 
     case: names the input. expected: what should have come out. refusal: an error was asked for, of another kind.
-    shapes: of the tensors among the arguments.
+    shapes: of the tensors among the arguments. meaning: what the error means here, where the exercise knows it.
     """
 
     case: str
     expected: str
     refusal: bool = False
     shapes: str = ""
+    meaning: str = ""
 
 
 def occasion_of(error: BaseException) -> Occasion | None:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
-from jinja2 import Template, TemplateError
+from jinja2 import Template, TemplateError, nodes
 
-from llmfromscratch.errors import TokenizerError
+from llmfromscratch.errors import RequestError, TokenizerError
 from llmfromscratch.text.template_sandbox import Sandbox
 
 _LONGEST_TEMPLATE, _LONGEST_TEXT = 100_000, 10_000_000  # characters
@@ -23,11 +23,11 @@ _REFUSED = (
 Templates = str | Mapping[str, str] | Sequence[Mapping[str, str]]
 
 
-def choose(templates: Templates | None, name: str | None = None, tools: Any = None) -> str:
+def choose(templates: Templates | None, name: str | None = None, tools: Any = None, documents: Any = None) -> str:
     """The template to render with, when a model ships one, several by name, or none.
 
-    name: the one that is wanted; without it "tool_use" where there are tools and such a template, else "default".
-    Raises TokenizerError when there is none, or none of that name.
+    name: the one that is wanted; without it "tool_use" where there are tools and such a template, "rag" where there are
+    documents and such a template, else "default". Raises TokenizerError when there is none, or none of that name.
     """
     if not templates:
         raise TokenizerError("this model has no chat template; use generate with a plain prompt.")
@@ -37,7 +37,8 @@ def choose(templates: Templates | None, name: str | None = None, tools: Any = No
         named = {str(key): text for key, text in _pairs(templates)}
     except _REFUSED as error:
         raise TokenizerError(f"the model's chat templates are no list of names and templates: {error!r}.") from error
-    wanted = name or ("tool_use" if tools and "tool_use" in named else "default")
+    special = [known for known, given in (("tool_use", tools), ("rag", documents)) if given and known in named]
+    wanted = name or (special[0] if special else "default")
     if not isinstance(named.get(wanted), str):
         raise TokenizerError(f"this model has no chat template named {wanted!r}; it has {', '.join(sorted(named))}.")
     return named[wanted]
@@ -47,6 +48,44 @@ def _pairs(templates: Mapping[str, str] | Sequence[Mapping[str, str]]) -> list[t
     if isinstance(templates, Mapping):
         return list(templates.items())
     return [(entry["name"], entry["template"]) for entry in templates]
+
+
+def check_messages(messages: Any) -> None:
+    """Raises RequestError for what is no conversation: a list of mappings with "role" and "content", both text.
+
+    An answer that is nothing but a call of a tool may do without content (it is None, or there is none).
+    """
+    if not isinstance(messages, Sequence):
+        raise RequestError(f"a chat is a list of messages, not {type(messages).__name__}.")
+    for one in messages:
+        content = one.get("content") if isinstance(one, Mapping) else None
+        complete = isinstance(content, str) or (content is None and isinstance(one, Mapping) and one.get("tool_calls"))
+        if not complete or not isinstance(one.get("role"), str):
+            raise RequestError(f'a chat message is {{"role": text, "content": text}}, not {one!r}.')
+
+
+def check_shown(template: str, **given: Any) -> None:
+    """Refuses what a template would pass over: lists of mappings that it never reads, by the names of its variables.
+
+    Raises RequestError for these, and for what is no list of mappings; None is fine.
+    """
+    for name, value in given.items():
+        listed = isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+        if value is not None and not (listed and all(isinstance(entry, Mapping) for entry in value)):
+            raise RequestError(f"{name} is {_short(value)}; it must be a list of mappings, as JSON has them.")
+        if value and name not in _variables(template):
+            raise RequestError(f"this model's chat template does not show {name} to the model; leave {name} out.")
+
+
+@functools.lru_cache(maxsize=16)
+def _variables(template: str) -> frozenset[str]:
+    """The names that a template reads, its own among them."""
+    try:
+        _compiled(template)  # which has a limit
+        found = Sandbox().parse(template).find_all(nodes.Name)
+        return frozenset(node.name for node in found if node.ctx == "load")
+    except _REFUSED as error:
+        raise TokenizerError(f"the model's chat template is damaged: {_short(error)}") from error
 
 
 def render(
@@ -89,8 +128,9 @@ def _compiled(template: str) -> CodeType:
     return Sandbox().compile(template)
 
 
-def _short(error: BaseException) -> str:
-    text = str(error) or type(error).__name__
+def _short(value: object) -> str:
+    """An error's sentence, or how another value is written, neither of them endless."""
+    text = (str(value) or type(value).__name__) if isinstance(value, BaseException) else repr(value)
     return text if len(text) <= 500 else f"{text[:500]}..."
 
 

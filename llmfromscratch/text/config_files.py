@@ -1,4 +1,4 @@
-"""The small files beside a tokenizer: tokenizer_config.json, generation_config.json and chat_template.jinja."""
+"""The small files beside a tokenizer: tokenizer_config.json, generation_config.json and the chat templates'."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ class ConfigFiles:
     """bos, eos, pad: the texts of these tokens, or None. more_eos_ids: end tokens that generation_config.json names.
 
     add_bos, add_eos: what is put around every text; None where the files do not say. added: tokens by their flags.
+    chat_template: the template, or several by their names.
     """
 
     bos: str | None = None
@@ -25,7 +26,7 @@ class ConfigFiles:
     add_bos: bool | None = None
     add_eos: bool | None = None
     added: tuple[AddedToken, ...] = ()
-    chat_template: str | None = None
+    chat_template: str | Mapping[str, str] | None = None
 
 
 def read_config_files(folder: Path) -> ConfigFiles:
@@ -34,7 +35,6 @@ def read_config_files(folder: Path) -> ConfigFiles:
     Raises ValueError and the like for damaged ones.
     """
     config, generation = read_json(folder / "tokenizer_config.json"), read_json(folder / "generation_config.json")
-    template = folder / "chat_template.jinja"
     ends = generation.get("eos_token_id")
     decoder = config.get("added_tokens_decoder") or {}
     return ConfigFiles(
@@ -45,7 +45,7 @@ def read_config_files(folder: Path) -> ConfigFiles:
         add_bos=config.get("add_bos_token"),
         add_eos=config.get("add_eos_token"),
         added=tuple(added_token(entry, index) for index, entry in decoder.items()),
-        chat_template=template.read_text(encoding="utf-8") if template.exists() else _default_template(config),
+        chat_template=_templates(config, folder),
     )
 
 
@@ -73,9 +73,16 @@ def _text(token: Any) -> str | None:
     return text
 
 
-def _default_template(config: Mapping[str, Any]) -> Any:
-    """The chat template; older files list several by name."""
-    templates = config.get("chat_template")
-    if not isinstance(templates, list):
-        return templates
-    return {entry["name"]: entry["template"] for entry in templates}["default"]
+def _templates(config: Mapping[str, Any], folder: Path) -> Any:
+    """The chat template, or several by name: files of their own, or in the config, where older ones list them."""
+    named = config.get("chat_template")
+    if isinstance(named, list):
+        named = {entry["name"]: entry["template"] for entry in named}
+    alone = folder / "chat_template.jinja"
+    if alone.exists():
+        named = alone.read_text(encoding="utf-8")
+    more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    if not more:
+        return named
+    default = {} if named is None else named if isinstance(named, dict) else {"default": named}
+    return {**default, **{file.stem: file.read_text(encoding="utf-8") for file in more}}

@@ -48,6 +48,7 @@ class TokenizerData:
     byte_fallback: a character that is no token becomes the tokens <0xNN> of its bytes; where that does not help
     either, the token unk_id, one for several such characters in a row with fuse_unknown, or nothing where it is None.
     add_bos, add_eos: bos_id stands before, the first of eos_ids after every text.
+    chat_template: the model's, or several by their names.
     """
 
     vocab: dict[str, int]
@@ -67,7 +68,7 @@ class TokenizerData:
     pad_id: int | None = None
     add_bos: bool = False
     add_eos: bool = False
-    chat_template: str | None = None
+    chat_template: str | Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError where the parts do not fit each other."""
@@ -98,8 +99,10 @@ class TokenizerData:
                 or left + right not in self.vocab
             ):
                 raise ValueError(f"the merge of {left!r} and {right!r} needs a token that the vocabulary lacks")
-        if self.chat_template is not None and not isinstance(self.chat_template, str):
-            raise ValueError(f"the chat template is a {type(self.chat_template).__name__}, not text")
+        template = self.chat_template
+        for text in [*template, *template.values()] if isinstance(template, Mapping) else [template]:
+            if text is not None and not isinstance(text, str):
+                raise ValueError(f"the chat template is a {type(text).__name__}, not text")
 
 
 def respect_flags(

@@ -1,4 +1,4 @@
-"""What the files say about a tokenizer: tokenizer.json, GGUF metadata, or a SentencePiece model."""
+"""What the files say about a tokenizer: tokenizer.json, GGUF metadata, or tokenizer.model of either kind."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from llmfromscratch.text import splitting
 from llmfromscratch.text.config_files import ConfigFiles, read_config_files
 from llmfromscratch.text.tokenizer_data import AddedToken, TokenizerData
 from llmfromscratch.text.tokenizer_json import DAMAGED, read_json_tokenizer
+from llmfromscratch.text.tokenizer_ranks import is_list_of_ranks, read_ranks
 
 __all__ = ["TokenizerData", "read_gguf_tokenizer", "read_json_tokenizer", "read_model_tokenizer", "read_tokenizer"]
 
@@ -34,8 +35,9 @@ def read_tokenizer(folder: Path) -> TokenizerData | None:
     """
     if (folder / "tokenizer.json").is_file():
         return read_json_tokenizer(folder / "tokenizer.json")
-    if (folder / "tokenizer.model").is_file():
-        return read_model_tokenizer(folder / "tokenizer.model")
+    model = folder / "tokenizer.model"
+    if model.is_file():
+        return read_model_tokenizer(model)
     return None
 
 
@@ -99,8 +101,15 @@ def _gguf_special(fields: Mapping[str, Any]) -> dict[str, Any]:
         "eos_ids": tuple(dict.fromkeys(ids[name] for name in ("eos", "eot", "eom") if name in ids)),
         "pad_id": ids.get("padding"),
         "add_eos": bool(fields.get("add_eos_token", False)),
-        "chat_template": fields.get("tokenizer.chat_template"),
+        "chat_template": _gguf_templates(fields),
     }
+
+
+def _gguf_templates(fields: Mapping[str, Any]) -> Any:
+    """The template under `tokenizer.chat_template`, and those under `tokenizer.chat_template.NAME` where there are."""
+    default, prefix = fields.get("tokenizer.chat_template"), "tokenizer.chat_template."
+    named = {key.removeprefix(prefix): value for key, value in fields.items() if key.startswith(prefix)}
+    return {**({} if default is None else {"default": default}), **named} if named else default
 
 
 def _added(tokens: Sequence[str], types: Sequence[int]) -> tuple[AddedToken, ...]:
@@ -134,40 +143,44 @@ def _by_score(tokens: Sequence[str], types: Sequence[int], scores: Sequence[floa
 
 
 def read_model_tokenizer(file: Path) -> TokenizerData:
-    """From a SentencePiece model of type BPE, with tokenizer_config.json beside it where there is one.
+    """From tokenizer.model, a SentencePiece model of type BPE or Llama 3's list of ranks, with tokenizer_config.json
+    beside it where there is one.
 
     Raises TokenizerError for a damaged one, and for settings that are not supported, by name.
     """
     try:
-        model, config = read_sentencepiece(file), read_config_files(file.parent)
-        found = {
-            "model of type": None if model.kind == "BPE" else model.kind,
-            "normalizer": (model.normalizer or "without a name") if model.has_charsmap else None,
-            "setting remove_extra_whitespaces": model.remove_extra_whitespaces,
-            "setting treat_whitespace_as_suffix": model.whitespace_as_suffix,
-            "setting escape_whitespaces": not model.escape_whitespaces,
-            "unused piece": next((piece.text for piece in model.pieces if piece.kind == UNUSED), None),
-        }
-        for name, value in found.items():
-            if value:
-                raise TokenizerError(f"{file}: the {name} {value!r} is not supported; plain BPE is.")
-        tokens, types = [piece.text for piece in model.pieces], [piece.kind for piece in model.pieces]
-        data = TokenizerData(
-            **_by_score(tokens, types, [piece.score for piece in model.pieces]),
-            prefix="prepend" if model.add_dummy_prefix else "never",
-            strip_first_space=model.add_dummy_prefix,
-            byte_fallback=model.byte_fallback,
-            unk_id=model.unk_id,
-            bos_id=model.bos_id,
-            eos_ids=() if model.eos_id is None else (model.eos_id,),
-            pad_id=model.pad_id,
-            chat_template=config.chat_template,
-        )
-        return _configured(data, config)
+        config = read_config_files(file.parent)
+        return _configured(read_ranks(file) if is_list_of_ranks(file) else _sentencepiece(file), config)
     except CheckpointError as error:
         raise TokenizerError(str(error)) from error
     except DAMAGED as error:
         raise TokenizerError(f"{file}: the tokenizer is damaged or incomplete ({error!r}).") from error
+
+
+def _sentencepiece(file: Path) -> TokenizerData:
+    model = read_sentencepiece(file)
+    found = {
+        "model of type": None if model.kind == "BPE" else model.kind,
+        "normalizer": (model.normalizer or "without a name") if model.has_charsmap else None,
+        "setting remove_extra_whitespaces": model.remove_extra_whitespaces,
+        "setting treat_whitespace_as_suffix": model.whitespace_as_suffix,
+        "setting escape_whitespaces": not model.escape_whitespaces,
+        "unused piece": next((piece.text for piece in model.pieces if piece.kind == UNUSED), None),
+    }
+    for name, value in found.items():
+        if value:
+            raise TokenizerError(f"{file}: the {name} {value!r} is not supported; plain BPE is.")
+    tokens, types = [piece.text for piece in model.pieces], [piece.kind for piece in model.pieces]
+    return TokenizerData(
+        **_by_score(tokens, types, [piece.score for piece in model.pieces]),
+        prefix="prepend" if model.add_dummy_prefix else "never",
+        strip_first_space=model.add_dummy_prefix,
+        byte_fallback=model.byte_fallback,
+        unk_id=model.unk_id,
+        bos_id=model.bos_id,
+        eos_ids=() if model.eos_id is None else (model.eos_id,),
+        pad_id=model.pad_id,
+    )
 
 
 def _configured(data: TokenizerData, config: ConfigFiles) -> TokenizerData:
@@ -180,9 +193,10 @@ def _configured(data: TokenizerData, config: ConfigFiles) -> TokenizerData:
     more_ends = [index for index in config.more_eos_ids if index in set(ids.values())]
     return replace(
         data,
+        chat_template=config.chat_template,
         bos_id=bos,
         eos_ids=tuple(dict.fromkeys([*eos_ids, *more_ends])),
         pad_id=pad,
-        add_bos=bos is not None if config.add_bos is None else config.add_bos,
+        add_bos=bos is not None if config.add_bos is None else bool(config.add_bos),
         add_eos=bool(config.add_eos),
     )

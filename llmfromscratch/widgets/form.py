@@ -23,6 +23,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from llmfromscratch.errors import LLMFromScratchError
+from llmfromscratch.widgets import glyphs
 from llmfromscratch.widgets.controls import Control
 from llmfromscratch.widgets.style import ALARM, STYLE
 
@@ -148,7 +149,8 @@ def sentence(error: Exception) -> str:
 
 
 def _picture_of(text: str) -> Figure:
-    lines = [line for paragraph in text.splitlines() for line in textwrap.wrap(paragraph, 100)]
+    paragraphs = [glyphs.in_font(paragraph.expandtabs()) for paragraph in text.splitlines()]
+    lines = [line for paragraph in paragraphs for line in textwrap.wrap(paragraph, 100)]
     figure = Figure(figsize=(10, 0.6 + 0.22 * len(lines)))
     figure.text(0.02, 0.5, "\n".join(lines), color=ALARM, va="center", parse_math=False)
     return figure

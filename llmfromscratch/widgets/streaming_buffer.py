@@ -16,6 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from llmfromscratch import tokenizer as tokenizer_module
+from llmfromscratch.course import blanks
+from llmfromscratch.errors import LLMFromScratchError
 from llmfromscratch.widgets.controls import Choice, Control, Slider
 from llmfromscratch.widgets.form import FigureForm
 from llmfromscratch.widgets.glyphs import code_point, draw_character, glyph, hexadecimal, in_font, name_of, text_width
@@ -62,7 +64,7 @@ def streaming_buffer(
     longest = max(_length(example, source) for example in shown.values())
     controls: list[Control] = [
         Choice("example", "Example", {name: name for name in shown}, first),
-        Slider("step", "After step (beyond the last token: flush)", 1, longest + 1, 1),
+        Slider("step", "After step", 1, longest + 1, 1),  # a long label would leave no room for the slider
     ]
 
     def draw(example: str, step: int) -> Figure:
@@ -111,7 +113,14 @@ def describe_streaming_buffer(
 
 
 def _trace(stream: Stream, decoder: Callable[[Any], Any] | None) -> list[Step]:
-    return trace(stream, tokenizer_module.IncrementalDecoder if decoder is None else decoder)
+    try:
+        return trace(stream, tokenizer_module.IncrementalDecoder if decoder is None else decoder)
+    except NotImplementedError as error:
+        blank = blanks.owner(error) if blanks.is_blank(error) else None
+        if blank is None:
+            raise
+        what = f"Exercise {blank.id} ({blank.name}) is not yet written; this figure is drawn with it."
+        raise LLMFromScratchError(what) from error
 
 
 def _length(example: Any, tokenizer: Any) -> int:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from llmfromscratch.course import blanks
+
 
 @dataclass(frozen=True)
 class PlainTokenizer:
@@ -115,7 +117,8 @@ def read_tokens(tokenizer: Any, text: str) -> Reading:
 def in_words(error: Exception) -> str:
     """What a function of a learner did, as the end of a sentence without its full stop."""
     if isinstance(error, NotImplementedError):
-        return "is not yet written"
+        blank = blanks.owner(error) if blanks.is_blank(error) else None
+        return f"needs exercise {blank.id} ({blank.name}), which is not yet written" if blank else "is not yet written"
     return (
         f"raised {type(error).__name__}: {str(error).rstrip('.')}" if str(error) else f"raised {type(error).__name__}"
     )

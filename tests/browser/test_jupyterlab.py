@@ -1,9 +1,10 @@
-"""Chapter 1 in JupyterLab, in a real browser: the solution with its figures, and a learner who errs and is right."""
+"""The chapters in JupyterLab, in a real browser: solutions with their figures, and a learner who errs and is right."""
 
 from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,11 @@ from playwright.sync_api import Locator, expect
 
 pytestmark = [pytest.mark.browser, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(600)]
 
-SOLUTION = Path(__file__).resolve().parents[2] / "solutions" / "01_loading.ipynb"
-FIGURES = ("checkpoint-map", "placement-planner")
+SOLUTIONS = Path(__file__).resolve().parents[2] / "solutions"
+FIGURES = {  # chapter: (the label of a figure's cell, how many controls it has)
+    "01_loading": (("checkpoint-map", 4), ("placement-planner", 4)),
+    "02_tokenizer": (("token-borders", 3), ("streaming-buffer", 2), ("tokens-per-character", 2)),
+}
 BROKEN = "Error displaying widget"
 MENUS = ["File", "Edit", "View", "Run", "Kernel", "Tabs", "Settings", "Help"]
 BLANK = "raise NotImplementedError()"
@@ -26,27 +30,39 @@ RIGHT = [
 
 
 def test_a_solution_runs_and_every_control_changes_its_figure(open_notebook, tmp_path):
-    (tmp_path / "course").mkdir()
-    lab = open_notebook(shutil.copy(SOLUTION, tmp_path / "course" / "solution.ipynb"))
+    lab = run_solution("01_loading", open_notebook, tmp_path)
+    lab.restart_kernel()
+    expect_whole_figures("01_loading", lab)
+    lab.wait_until_saved()
+    lab.reload()
+    expect_whole_figures("01_loading", lab)
+
+
+def test_the_second_chapters_solution_runs_and_every_control_changes_its_figure(open_notebook, tmp_path):
+    lab = run_solution("02_tokenizer", open_notebook, tmp_path)
+    expect_whole_figures("02_tokenizer", lab)
+
+
+def run_solution(chapter: str, open_notebook: Callable[[Path], NotebookPage], folder: Path) -> NotebookPage:
+    """Runs all cells of a copy of the solution, in a course of its own, and moves every control of its figures."""
+    (folder / "course").mkdir()
+    lab = open_notebook(shutil.copy(SOLUTIONS / f"{chapter}.ipynb", folder / "course" / "solution.ipynb"))
     lab.run_all()
     lab.wait_until_all_ran()
     lab.wait_until_saved()
     assert not errors(lab.saved())
     assert all(cell.execution_count for cell in lab.saved().cells if cell.cell_type == "code" and cell.source)
-    for figure in FIGURES:
-        assert move_every_control(lab, lab.cell(figure)) >= 4
-    lab.restart_kernel()
-    expect_whole_figures(lab)
-    lab.wait_until_saved()
-    lab.reload()
-    expect_whole_figures(lab)
+    for figure, controls in FIGURES[chapter]:
+        assert move_every_control(lab, lab.cell(figure)) >= controls
+        lab.cell(figure).screenshot(path=folder / f"{figure}.png")  # to look at
+    return lab
 
 
 def move_every_control(lab: NotebookPage, cell: Locator) -> int:
     """Moves each control of a figure by one step with the keyboard; every move must change the picture."""
     cell.scroll_into_view_if_needed()
     expect(cell.locator(".jp-OutputArea-output img")).to_be_visible()
-    controls = cell.locator("select, .noUi-handle").all()
+    controls = cell.locator("select, textarea, .noUi-handle").all()
     picture = lab.picture(cell)
     for control in controls:
         move(control)
@@ -55,9 +71,12 @@ def move_every_control(lab: NotebookPage, cell: Locator) -> int:
 
 
 def move(control: Locator) -> None:
-    """The next entry of a list; one step of a slider, down where it is at its end."""
-    before = value_of(control)
-    if control.evaluate("e => e.tagName") == "SELECT":
+    """The next entry of a list; one step of a slider, down where it is at its end; a word more in a text."""
+    before, kind = value_of(control), control.evaluate("e => e.tagName")
+    if kind == "TEXTAREA":
+        control.press("End")
+        control.press_sequentially(" more")
+    elif kind == "SELECT":
         for key in ("Space", "ArrowDown", "Enter"):
             control.press(key)
     else:
@@ -75,8 +94,8 @@ def name_of(control: Locator) -> str:
     return control.evaluate("e => e.closest('.widget-inline-hbox').querySelector('.widget-label').textContent")
 
 
-def expect_whole_figures(lab: NotebookPage) -> None:
-    for figure in FIGURES:
+def expect_whole_figures(chapter: str, lab: NotebookPage) -> None:
+    for figure, _ in FIGURES[chapter]:
         cell = lab.cell(figure)
         cell.scroll_into_view_if_needed()
         expect(cell.locator(".jp-OutputArea-output img").first).to_be_visible()

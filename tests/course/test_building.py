@@ -84,6 +84,31 @@ def test_a_learner_builds_and_the_engine_uses_it_at_once_and_after_a_restart(pac
     assert by_variable.stdout == "1\n"
 
 
+def test_what_the_notebook_has_changed_since_its_check_is_not_built_and_said(packages: Path, course: Path):
+    changed = "def double(number):\n    return number * 2 + 0"
+    ran = run_notebook(packages, course, [
+        START, DOUBLE, 'check("1.2", double)', SCALER, 'check("1.4", Scaler)', 'build("loading")',
+        changed, 'build("loading")', "from llmfromscratch import loading\nprint(loading.add(1, 2))",
+        'check("1.2", double)\nbuild("loading")', "STEP = 2", DOUBLE.replace("STEP = 1", ""), 'build("loading")',
+    ])  # fmt: skip
+    said = (
+        "  the double in your notebook is another now: built is the version that last passed; "
+        'check("1.2", double) and build again to take the new one\n'
+    )
+    assert "another now" not in ran.text(5) and "another now" not in ran.text(9)
+    assert said in ran.text(7) and ran.text(7).count("another now") == 1
+    assert ran.text(8) == "3\n"
+    assert said in ran.text(12)
+
+
+def test_nothing_is_said_of_a_notebook_that_has_not_defined_anything_yet(packages: Path, course: Path):
+    run_notebook(packages, course, [START, DOUBLE, 'check("1.2", double)'])
+    ran = run_notebook(packages, course, [
+        START + "\nfrom llmfromscratch.loading import triple as double", 'build("loading")',
+    ])  # fmt: skip
+    assert "yours: 1.2 double" in ran.text(1) and "another now" not in ran.text(1)
+
+
 def test_a_built_file_reads_like_the_reference_with_the_learners_code_in_it(packages: Path, course: Path):
     run_notebook(packages, course, [START, DOUBLE, 'check("1.2", double)', 'build("loading")'])
     text = (course / "my_engine" / "loading.py").read_text(encoding="utf-8")

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from llmfromscratch.course.comparing import Case, compare, expect_equal, expect_raises, expect_type
+from llmfromscratch.course.combining import combined
+from llmfromscratch.course.comparing import Case, NamedParts, compare, expect_equal, expect_raises, expect_type
 from llmfromscratch.course.differences import Tolerance
 from llmfromscratch.course.failures import CheckFailed
+from llmfromscratch.course.occasions import occasion_of
 
 
 def failure(got, want, **more) -> str:
@@ -58,6 +60,16 @@ DIFFERENT = [
     (np.arange(3.0), np.arange(3), "got dtype float64, expected dtype int64"),
     (torch.tensor([1e-9, 1.0]), torch.tensor([1e-9, 1.0001]), "(1 of 2 values differ)"),
 ]
+
+
+def test_parts_that_the_check_has_named_are_told_by_their_names():
+    want = NamedParts(ids=torch.ones(2, 20), mask=[1, 1])
+    assert "ids[0, 0]: got 0, expected 1" in failure(NamedParts(ids=torch.zeros(2, 20), mask=[1, 1]), want)
+    assert "fails: mask: got [1, 0], expected [1, 1]" in failure(NamedParts(ids=torch.ones(2, 20), mask=[1, 0]), want)
+    said = failure(NamedParts(ids=torch.ones(2, 20), mask=None), want, what="the texts")
+    assert "fails: mask: got None, expected a list" in said
+    grown = torch.nn.Parameter(torch.ones(2, 20))
+    expect_equal(NamedParts(ids=grown * 1, mask=[1, 1]), want, expected="")
 
 
 @pytest.mark.parametrize(("got", "want", "said"), DIFFERENT)
@@ -154,6 +166,55 @@ def test_a_mistake_that_fits_only_the_smallest_case_is_not_named():
         return forgets_the_one(x, sign) if len(x) == 1 else x * 77
 
     assert "likely mistake" not in compared(another)
+
+
+def test_a_mistake_that_would_fail_where_the_code_is_right_is_not_named():
+    def wrong_at_five(x, sign):
+        return right(x, sign) if len(x) < 5 else forgets_the_one(x, sign)
+
+    assert "n=5, sign=1" in compared(wrong_at_five)
+    assert "the 1 is not added" not in compared(wrong_at_five)
+
+
+def affine(signed=True, one=True, twice=True):
+    def function(x, sign):
+        return (sign if signed else 1) * x * (2 if twice else 1) + (1 if one else 0)
+
+    return function
+
+
+TOGETHER = [("the sign is not used", {"signed": False}), ("the 1 is not added", {"one": False}),
+            ("x is not doubled", {"twice": False})]  # fmt: skip
+
+
+def combined_sentence(function, at_once=3) -> str:
+    with pytest.raises(CheckFailed) as caught:
+        compare(function, affine(), CASES[2:], expected="", mistakes=combined(affine, TOGETHER, at_once))
+    return str(caught.value)
+
+
+def test_of_mistakes_made_together_the_one_that_explains_the_case_that_is_shown_is_named():
+    assert "n=2, sign=1: " in combined_sentence(affine(signed=False, one=False))
+    assert "mistake: the 1 is not added" in combined_sentence(affine(signed=False, one=False))
+    assert "mistake: x is not doubled" in combined_sentence(affine(signed=False, twice=False))
+    assert "mistake: the sign is not used" in combined_sentence(affine(signed=False))
+
+
+def test_mistakes_that_explain_a_case_only_together_are_both_named_and_more_than_two_are_not():
+    said = combined_sentence(affine(one=False, twice=False))
+    assert "mistake: the 1 is not added; and x is not doubled" in said
+    assert "likely mistake: the" not in combined_sentence(affine(one=False, twice=False), at_once=1)
+    said = combined_sentence(affine(signed=False, one=False, twice=False))
+    assert not any(sentence in said for sentence, _ in TOGETHER)
+
+
+def test_an_error_is_explained_by_what_the_exercise_knows_of_it():
+    def fails(x, sign):
+        return {}["key"] if len(x) == 2 else right(x, sign)
+
+    with pytest.raises(KeyError) as caught:
+        compare(fails, right, CASES, expected="", explain=lambda error, case: f"{error} for {case.text}")
+    assert occasion_of(caught.value).meaning == "'key' for n=2, sign=1"
 
 
 def test_a_diagnosis_is_asked_where_no_named_mistake_fits():

@@ -47,6 +47,14 @@ def test_the_case_on_which_the_code_raised_is_named_with_what_was_expected(monke
     ]  # fmt: skip
 
 
+def test_what_the_exercise_knows_of_an_error_is_said_in_place_of_what_it_means_anywhere(monkeypatch):
+    def knowing(double):
+        compare(double, lambda x: 2 * x, [Case("x = 1", 1)], expected="", explain=lambda error, case: "one is no key")
+
+    lines = said(monkeypatch, knowing, lambda x: {}[x])
+    assert "  likely mistake: one is no key" in lines
+
+
 def test_a_call_that_does_not_fit_and_one_that_does_not_end_name_their_case_too(monkeypatch):
     lines = said(
         monkeypatch, in_the_course("def doubles(double):\n    compare(double, abs, CASES, expected='')"), lambda: 2

@@ -77,7 +77,10 @@ MUTANTS: mutants.Mutants = {
         ('if part != ""]', "if part]", "0 is an id"),
         ("key=len, reverse=True", "key=len", "shortest"),
         ("sorted(special, key=len, reverse=True)", "list(special)", "listed first"),
-        ("map(regex.escape, longest_first)", "longest_first", "KeyError: 'axb'"),
+        ("sorted(special, key=len, reverse=True)", "list(special)[::-1]", "listed last"),
+        ("sorted(special, key=len, reverse=True)", "sorted(special)", "shortest"),
+        ("map(regex.escape, longest_first)", "longest_first", "'axb' is no token: tokens are plain text"),
+        ("map(regex.escape, longest_first)", "special", "listed first"),
         ("special[match.group()]", "match.group()", "spelling"),
         (' if part != ""]', "]", "empty text"),
         ("[*parts, text[end:]]", "parts", "after the last token"),
@@ -86,7 +89,7 @@ MUTANTS: mutants.Mutants = {
          "between the tokens is lost"),
         ("[part for part in [*parts, text[end:]]",
          "[part for part in (p.strip() if isinstance(p, str) else p for p in [*parts, text[end:]])", "white space"),
-        (' or r"(?!)"', "", ""),
+        (' or r"(?!)"', "", "without alternatives"),
     ],
     "2.5": [
         ('"left": 0, "right": limit', '"left": limit, "right": 0', "exchanged"),
@@ -111,6 +114,8 @@ MUTANTS: mutants.Mutants = {
         ('== "left"', '== "right"', "other side"),
         ("    return ids, mask", "    return ids, torch.ne(ids, config.pad_id).long()", "may have that id too"),
         ("    return ids, mask", "    return ids, 1 - mask", "at padding"),
+        ("    return ids, mask", "    return ids, 1 - mask", "mask: got [[0]], expected [[1]]"),
+        ("    return ids, mask", "    return ids + 1, mask", "ids: got [[6]], expected [[5]]"),
         ("    return ids, mask", "    return ids, torch.ones_like(ids)", "1 everywhere"),
         ("    return ids, mask", "    return ids, mask.float()", "dtype"),
         ("    return ids, mask", "    return ids, mask.bool()", "dtype"),
@@ -129,20 +134,27 @@ MUTANTS: mutants.Mutants = {
         ('data.removeprefix(b" ")', 'data.lstrip(b" ")', "only one should"),
         ("if data and self._strip_space:",
          'if data.startswith(b" ") and self._strip_space:', "though text stood before"),
-        ("if data and self._strip_space:", "if self._strip_space:", ""),
+        ("if data and self._strip_space:", "if self._strip_space:", "without text counts as the beginning"),
         (_DECODE, "return data.decode('utf-8', 'replace')", "on its own"),
         (_DECODE, "return data.decode('utf-8', 'ignore')", "dropped"),
         ('errors="replace"', 'errors="ignore"', "vanish"),
-        (_DECODE, "self._all = getattr(self, '_all', b'') + data\n        return ''", ""),
+        (_DECODE, "self._all = getattr(self, '_all', b'') + data\n        return ''", "until the end"),
+        (_DECODE, "self._all = getattr(self, '_all', '') + self._decoder.decode(data)\n        return self._all",
+         "all of the text so far"),
+        (_DECODE, "self._decoder.decode(data)", "push gives None"),
         ("final=True", "final=False", "lost"),
+        ('return self._decoder.decode(b"", final=True)', 'return ""', "half character at the end is lost"),
+        ('return self._decoder.decode(b"", final=True)', "pass", "flush gives None"),
+        ('(errors="replace")', "()", "`errors` has to say what stands for them"),
         (_DECODE, "self._data = getattr(self, '_data', b'') + data\n"
          "        try:\n"
          "            text, self._data = self._data.decode(), b''\n"
          "        except UnicodeDecodeError:\n"
          "            text = ''\n"
-         "        return text", ""),
+         "        return text", "all together or not at all"),
         ("            self.push(index)", "            pass", "prompt is forgotten"),
         (" if skip_special else frozenset()", "", "silent though"),
+        ("frozenset(tokenizer.special.values())", "tokenizer.special", "never one of its keys"),
         ("frozenset(tokenizer.special.values()) if skip_special else frozenset()", "frozenset()", "spelling though"),
         ('data.removeprefix(b" "), False', 'data.removeprefix(b" "), True', "every token"),
         ("= tokenizer.strip_first_space", "= False", "first space stays"),
@@ -151,7 +163,7 @@ MUTANTS: mutants.Mutants = {
          "        self._strip_space = tokenizer.strip_first_space", "began with the prompt"),
         ('self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")',
          'self.__class__._decoder = getattr(self.__class__, "_decoder", None) or '
-         'codecs.getincrementaldecoder("utf-8")(errors="replace")', ""),
+         'codecs.getincrementaldecoder("utf-8")(errors="replace")', "belong to the class"),
         ("self._tokenizer.token_bytes(index)", "self._tokenizer.tokens[index] if index < 3 else b''", ""),
     ],
     "2.8": [
@@ -160,7 +172,15 @@ MUTANTS: mutants.Mutants = {
          "begins from zero"),
         ("        held, self._held", "        self._lengths = dict.fromkeys(self._stops, 0)\n        held, self._held",
          "on its own"),
-        ("len(self._held) - max(self._lengths.values(), default=0))", "len(self._held))", ""),
+        ("len(self._held) - max(self._lengths.values(), default=0))", "len(self._held))", "before it is complete"),
+        ("max(self._lengths.values(), default=0)", "min(self._lengths.values(), default=0)", "has begun least"),
+        ("max(self._lengths.values(), default=0)", "[0, *self._lengths.values()][-1]", "only the last stop string"),
+        ("max(self._lengths.values(), default=0)", "max(0, max(self._lengths.values(), default=0) - 1)",
+         "less is held"),
+        ("max(self._lengths.values(), default=0))", "max(self._lengths.values(), default=0) - 1)", "more is held"),
+        ("self._lengths[stop], character)", "0, character)", "forgotten with every character"),
+        ("max(complete, key=len)", "complete[0]", "one listed first is taken"),
+        ("start=held + 1", "start=1", "counted in the piece"),
         ("len(self._held) - max(self._lengths.values(), default=0))",
          "max(0, len(self._held) - max((len(stop) - 1 for stop in self._stops), default=0)))", "more is held back"),
         ("max(complete, key=len)", "min(complete, key=len)", "longest counts"),
@@ -168,13 +188,20 @@ MUTANTS: mutants.Mutants = {
          "include=True"),
         ("position if self._include else position - len(self.stopped)", "position", "include is False"),
         ('        if self.stopped is not None:\n            return ""', "        if self.stopped is not None:\n"
-         "            return text", ""),
+         "            return text", "pieces that come after the stop"),
+        ('        if self.stopped is not None:\n            return ""\n', "", "called again after 'x' is complete"),
+        ('"" if self.stopped is not None else self._take', "self._take", "flush gives what was still held"),
         ("self._take(len(self._held))\n", '""\n', "lost at the end"),
+        ("return self._take(position if self._include else position - len(self.stopped))",
+         "return self._take(len(self._held))", "the rest of the piece"),
+        ("                return self._take(position if", "                self._take(position if",
+         "Leave the loop when"),
         ("if complete:\n                self.stopped = max(complete, key=len)\n                return "
          "self._take(position if self._include else position - len(self.stopped))",
          "if complete:\n                met = max(complete, key=len)\n                self._stops = {}\n"
-         "                return self._take(position if self._include else position - len(met))", ""),
-        ("if complete:", "if False:", ""),
+         "                return self._take(position if self._include else position - len(met))",
+         "`stopped` stays None"),
+        ("if complete:", "if False:", "called again after 'x' is complete"),
         ("max(self._lengths.values(), default=0)", "max(self._lengths.values())", ""),
         ("checked_stops(stops)", "stops", "RequestError"),
     ],
@@ -255,8 +282,10 @@ def test_a_stop_matcher_that_searches_and_takes_the_wrong_stop_is_told_so(choice
     [
         ("max(held, default=0)", "0", "before it is complete"),
         ("max(held, default=0)", "min(len(self.text), max(map(len, self.stops), default=1) - 1)", "more is held back"),
-        ('return "" if self.stopped', "return self.text[self.given :] if self.stopped", None),
-        ("self.text += text", "self.text, self.given = text, 0", None),
+        ("max(held, default=0)", "min(held, default=0)", "shortest end"),
+        ('return "" if self.stopped', "return self.text[self.given :] if self.stopped", "flush gives what was still"),
+        ("self.text += text", "self.text, self.given = text, 0", "searched on its own"),
+        ("return self.upto(len(self.text) - max(held, default=0))", 'return ""', "nothing comes out until"),
     ],
 )
 def test_a_stop_matcher_that_searches_is_told_what_it_does_wrong(piece, instead, diagnosis):
@@ -264,6 +293,36 @@ def test_a_stop_matcher_that_searches_is_told_what_it_does_wrong(piece, instead,
     assert piece in right
     with pytest.raises(CheckFailed, match=diagnosis):
         exercises.find("2.8").check(mutants.written("2.8", right.replace(piece, instead)))
+
+
+STOPS_AT_FIRST_SIGHT = """
+class StopMatcher:
+    def __init__(self, stops, include=False):
+        self.stops, self.stopped = checked_stops(stops), None
+
+    def push(self, text):
+        for stop in self.stops if self.stopped is None else ():
+            if stop in text:
+                self.stopped = stop
+                return text[: text.index(stop) + len(stop) * INCLUDE]
+        return text if self.stopped is None else ""
+
+    def flush(self):
+        return ""
+"""
+
+
+@pytest.mark.parametrize(("include", "diagnosis"), [("0", "include=True keeps"), ("1", "though include is False")])
+def test_a_first_attempt_with_several_faults_is_told_the_one_that_its_case_shows(include, diagnosis):
+    with pytest.raises(CheckFailed, match=diagnosis):
+        exercises.find("2.8").check(mutants.written("2.8", STOPS_AT_FIRST_SIGHT.replace("INCLUDE", include)))
+
+
+def test_a_first_attempt_that_sees_to_include_is_told_of_the_pieces_next():
+    source = STOPS_AT_FIRST_SIGHT.replace("INCLUDE", "self.include").replace(
+        "self.stops, self", "self.include, self.stops, self").replace("= checked", "= include, checked")  # fmt: skip
+    with pytest.raises(CheckFailed, match="each piece is searched on its own; a stop string may lie across several"):
+        exercises.find("2.8").check(mutants.written("2.8", source))
 
 
 DECODER_BY_WHOLE = """
@@ -337,3 +396,24 @@ def newest_that_fit(messages, count_tokens, limit):
 )
 def test_a_mended_function_ends_the_bug_hunt(hunt_id, mended):
     exercises.find_hunt(hunt_id).check(mended)
+
+
+def begin_in_ids(text, tokenizer):
+    ids = tokenizer.encode(text, special=True, add_bos=False)
+    return ids if tokenizer.bos_id in ids else [tokenizer.bos_id, *ids]
+
+
+def begin_removed(text, tokenizer):
+    ids = tokenizer.encode(text, special=True, add_bos=False)
+    if tokenizer.bos_id in ids:
+        ids.remove(tokenizer.bos_id)
+    return [tokenizer.bos_id, *ids]
+
+
+@pytest.mark.parametrize(
+    ("hunt_id", "mended", "diagnosis"),
+    [("2.c", begin_in_ids, "as with `in`"), ("2.c", begin_removed, "as with `remove`")],
+)
+def test_a_wrong_repair_is_named(hunt_id, mended, diagnosis):
+    with pytest.raises(CheckFailed, match=diagnosis):
+        exercises.find_hunt(hunt_id).check(mended)

@@ -10,6 +10,8 @@ import weakref
 import pytest
 from matplotlib.colors import to_hex
 
+from llmfromscratch.course import exercises
+from llmfromscratch.course.authoring.exercise_code import cut_exercise
 from llmfromscratch.widgets import byte_tokenizer, draw_streaming_buffer, streaming_buffer
 from llmfromscratch.widgets.glyphs import glyph
 from llmfromscratch.widgets.streaming_buffer import EXAMPLES, describe_streaming_buffer
@@ -218,6 +220,16 @@ def test_a_decoder_that_cannot_be_made_is_a_sentence_in_the_pictures_place():
         raise NotImplementedError
 
     assert streaming_buffer(decoder=make).text() == "make is not yet written; this figure is drawn with it."
+
+
+def test_a_blank_of_the_chapter_is_called_by_its_exercise():
+    names: dict = {}
+    blank = cut_exercise(exercises.find("2.7").object).blank
+    exec(compile("from __future__ import annotations\n" + blank, "<cell>", "exec"), names)
+    view = streaming_buffer(decoder=names["IncrementalDecoder"])
+    said = "Exercise 2.7 (IncrementalDecoder) is not yet written; this figure is drawn with it."
+    assert view.text() == said
+    assert view.png().startswith(b"\x89PNG")
 
 
 def test_a_tokenizer_that_raises_is_a_sentence_in_the_pictures_place():

@@ -15,6 +15,8 @@ import torch
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
+from llmfromscratch.course.authoring.exercise_code import cut_exercise
+from llmfromscratch.course.exercises import find
 from llmfromscratch.errors import TokenizerError
 from llmfromscratch.widgets import byte_tokenizer, character_tokenizer, draw_token_borders, token_borders
 from llmfromscratch.widgets.borders_layout import lay_out
@@ -222,6 +224,16 @@ def test_a_tokenizer_that_raises_leaves_the_others_drawn(error, said):
     figure = draw_token_borders(both, TEXT)
     assert len(rectangles(figure, TONES)) == len(CUTS)
     assert "no tokens" in labels(figure)
+
+
+def test_a_blank_of_the_chapter_is_called_by_its_exercise():
+    names: dict = {}
+    exec(
+        compile("from __future__ import annotations\n" + cut_exercise(find("2.2").object).blank, "<cell>", "exec"),
+        names,
+    )
+    view = token_borders({"words": lambda text: names["split_words"](text, None)}, "Hi you")
+    assert "words: encode needs exercise 2.2 (split_words), which is not yet written." in view.text()
 
 
 def test_control_tokens_are_black_and_those_around_a_text_are_no_fault():

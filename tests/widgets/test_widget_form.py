@@ -7,6 +7,7 @@ import gc
 import io
 import subprocess
 import sys
+import warnings
 import weakref
 
 import ipywidgets
@@ -184,6 +185,15 @@ def test_dollar_signs_in_an_error_are_not_taken_for_formulas():
     shown = FigureForm(lambda: _raise(OutOfMemory("it costs $5 and $_{")), lambda: "", [])
     assert shown.text() == "it costs $5 and $_{"
     assert shown.png().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("quoted", ["你好 👍🏽", "\x07 \u200d \ue000", "\ud800", "\tré́"])
+def test_an_error_that_quotes_what_the_font_lacks_is_drawn_without_a_warning(quoted):
+    shown = FigureForm(lambda: _raise(OutOfMemory(f"no room for {quoted}")), lambda: "", [])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert shown.png().startswith(b"\x89PNG")
+    assert shown.text() == f"no room for {quoted}"
 
 
 def test_figures_do_not_pile_up(recorder):

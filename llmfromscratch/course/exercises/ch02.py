@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from llmfromscratch.course.exercise import BugHunt, Exercise
-from llmfromscratch.course.exercises import streaming_checks, tokenizer_checks, tokenizer_clinic
+from llmfromscratch.course.exercises import (
+    special_checks,
+    stopping_checks,
+    streaming_checks,
+    tokenizer_checks,
+    tokenizer_clinic,
+)
 
 EXERCISES = [
     Exercise(
@@ -56,7 +62,7 @@ EXERCISES = [
         title="control tokens, for trusted text only",
         points=3,
         minutes=15,
-        check=tokenizer_checks.check_split_special,
+        check=special_checks.check_split_special,
         hints=(
             "Walk from left to right and ask at each place: which tokens begin here? Or let one regular expression "
             "that knows all the tokens do the walking.",
@@ -104,7 +110,9 @@ EXERCISES = [
         minutes=20,
         check=streaming_checks.check_incremental_decoder,
         hints=(
-            "Bytes wait in the decoder from one push to the next. Python has such a thing in its module codecs.",
+            "Take the example: after each of the three pushes, which bytes have come, which are out as text, and which "
+            "wait? What waits has to be kept in the decoder from one push to the next. Then: what has come before the "
+            "first push?",
             'codecs.getincrementaldecoder("utf-8")(errors="replace") makes an object whose decode(data) keeps what is '
             'unfinished; decode(b"", final=True) gives the rest. tokenizer.token_bytes(index) are a token\'s bytes.',
             "In __init__, push the prompt's tokens and drop what comes out: their unfinished bytes then wait already. "
@@ -118,7 +126,7 @@ EXERCISES = [
         title="stop at a word",
         points=4,
         minutes=30,
-        check=streaming_checks.check_stop_matcher,
+        check=stopping_checks.check_stop_matcher,
         hints=(
             "__init__ has prepared a table for each stop string (self._stops) and how much of each the text ends with "
             "(self._lengths). What must happen to both for one more character?",

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from llmfromscratch import learner_engine
 from llmfromscratch.config import ModelConfig
-from llmfromscratch.course.comparing import Case, compare, expect_raises, expect_type
+from llmfromscratch.course.comparing import Case, NamedParts, compare, expect_raises, expect_type
 from llmfromscratch.errors import CheckpointError
 from llmfromscratch.key_report import KeyReport, probable_cause
 
@@ -361,14 +361,9 @@ def _key_cases() -> list[Case]:
     ]
 
 
-def _fields(report: KeyReport) -> dict[str, Any]:
-    return {
-        "missing": report.missing,
-        "unexpected": report.unexpected,
-        "wrong_shape": report.wrong_shape,
-        "tied": report.tied,
-        "probable_cause": report.probable_cause,
-    }
+def _fields(report: KeyReport) -> NamedParts:
+    names = ("missing", "unexpected", "wrong_shape", "tied", "probable_cause")
+    return NamedParts({name: getattr(report, name) for name in names})
 
 
 def _key_report(**wrong: bool) -> Callable[[Mapping[str, tuple[int, ...]], ModelConfig], dict[str, Any]]:

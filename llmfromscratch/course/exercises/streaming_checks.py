@@ -1,6 +1,6 @@
-"""The checks of chapter 2's second half: text while it comes, and where it stops.
+"""The check of exercise 2.7, text while it comes.
 
-The oracles look at the whole text that has come so far, anew for each piece: slow, and with nothing to remember.
+Its oracle looks at all the bytes that have come so far, anew for each token: slow, and with nothing to remember.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from llmfromscratch.course.combining import Settings, combined
 from llmfromscratch.course.comparing import Case, compare, expect_equal, expect_raises
-from llmfromscratch.errors import RequestError, TokenizerError
-
-# ---- 2.7 text as it becomes certain ------------------------------------------------------------------------------
+from llmfromscratch.errors import TokenizerError
 
 
 class ToyTokenizer:
@@ -33,6 +32,43 @@ class ToyTokenizer:
         hidden = set(self.special.values()) if skip_special else set()
         text = b"".join(self.token_bytes(i) for i in ids if i not in hidden).decode("utf-8", errors="replace")
         return text.removeprefix(" ") if self.strip_first_space else text
+
+
+_MISTAKES: list[tuple[str, Settings]] = [
+    ("each token is decoded on its own; a character may lie across two", {"alone": "replace"}),
+    ("bytes that are no character by themselves are dropped; they may be half of one", {"alone": "ignore"}),
+    ("broken bytes vanish, as with errors=\"ignore\"; U+FFFD stands for them", {"errors": "ignore"}),
+    ("everything waits for ever once the bytes are no valid UTF-8; what is broken stays broken, whatever follows",
+     {"hold": "patient"}),
+    ("the bytes that wait are decoded all together or not at all; a complete character need not wait for the next one, "
+     "and broken bytes would wait for ever", {"hold": "whole"}),
+    ("text that ends in U+FFFD is held back; the model may have written that character", {"hold": "suspicious"}),
+    ("nothing comes out until the end", {"hold": "late"}),
+    ("each push gives all of the text so far; only what is new in it should come", {"all_anew": True}),
+    ("what is left of a half character at the end is lost; flush gives U+FFFD for it", {"no_rest": True}),
+    ("the text of the prompt comes out too", {"prompt_out": True}),
+    ("the answer loses its first space; the text began with the prompt", {"strip": "answer"}),
+    ("the prompt is forgotten; a character that it leaves half done comes out with the token that completes it",
+     {"no_prompt": "before the space"}),
+    ("the prompt is forgotten; a character that it leaves half done comes out with the token that completes it",
+     {"no_prompt": "after the space"}),
+    ("control tokens give their spelling though skip_special is True. (`special` maps texts to ids: an id is one of "
+     "its values, never one of its keys)", {"spell": True}),
+    ("control tokens are silent though skip_special is False", {"silent": True}),
+    ("the first space that comes is removed, though text stood before it", {"strip": "found"}),
+    ("all spaces at the beginning go; only one should", {"strip": "all"}),
+    ("every token loses its first space; only the very beginning of the text does", {"strip": "every"}),
+    ("the first space stays; strip_first_space says that it goes", {"strip": "never"}),
+    ("a token without text counts as the beginning of the text; the first space goes from the first bytes that come",
+     {"strip": "first token"}),
+    ("a space goes though the tokenizer has no strip_first_space", {"strip": "always"}),
+]  # fmt: skip
+
+
+def _diagnosed(got: list[Any], want: list[str]) -> str:
+    if None not in got:
+        return ""
+    return f"{'push' if None in got[:-1] else 'flush'} gives None: is a `return` missing?"
 
 
 def _streams() -> list[Case]:
@@ -75,31 +111,10 @@ def check_incremental_decoder(decoder_class: type) -> None:
         _streams(),
         expected="with each token the characters that it completes, and at the end what is left; joined, the decoding "
         "of all tokens together",
-        mistakes=[
-            ("each token is decoded on its own; a character may lie across two", _streamed(alone="replace")),
-            ("bytes that are no character by themselves are dropped; they may be half of one",
-             _streamed(alone="ignore")),
-            ("broken bytes vanish; U+FFFD stands for them", _streamed(errors="ignore")),
-            ("everything waits for ever once the bytes are no valid UTF-8; what is broken stays broken, whatever "
-             "follows", _streamed(patient=True)),
-            ("text that ends in U+FFFD is held back; the model may have written that character",
-             _streamed(suspicious=True)),
-            ("nothing comes out until the end", _streamed(late=True)),
-            ("what is left of a half character at the end is lost; flush gives U+FFFD for it", _streamed(no_rest=True)),
-            ("the text of the prompt comes out too", _streamed(prompt_out=True)),
-            ("the answer loses its first space; the text began with the prompt", _streamed(strip="answer")),
-            ("the prompt is forgotten; a character that it leaves half done comes out with the token that completes it",
-             _streamed(no_prompt=True)),
-            ("control tokens give their spelling though skip_special is True", _streamed(spell=True)),
-            ("control tokens are silent though skip_special is False", _streamed(silent=True)),
-            ("the first space that comes is removed, though text stood before it", _streamed(strip="found")),
-            ("all spaces at the beginning go; only one should", _streamed(strip="all")),
-            ("every token loses its first space; only the very beginning of the text does", _streamed(strip="every")),
-            ("the first space stays; strip_first_space says that it goes", _streamed(strip="never")),
-            ("a space goes though the tokenizer has no strip_first_space", _streamed(strip="always")),
-        ],
+        mistakes=combined(_streamed, _MISTAKES, at_once=4),
+        diagnose=_diagnosed,
         what="the texts of push, push, ..., flush",
-    )  # fmt: skip
+    )
     _check_decoders_apart(decoder_class)
     outside = decoder_class(ToyTokenizer([b"a"]))
     expect_raises(partial(outside.push, 7), TokenizerError, case="token id 7 of a tokenizer with one token")
@@ -161,12 +176,12 @@ def _streamed(**wrong: Any) -> Callable[..., list[str]]:
     ) -> list[str]:
         silent = control if (skip_special and not wrong.get("spell")) or wrong.get("silent") else ()
         before, after = ([b"" if token in silent else token for token in tokens] for tokens in (prompt, answer))
-        if wrong.get("no_prompt"):
+        if wrong.get("no_prompt") == "before the space":
             before = []
         strip = wrong.get("strip", "always" if strip_first_space else "never")
         if strip == "every" and strip_first_space:
             before, after = ([token.removeprefix(b" ") for token in tokens] for tokens in (before, after))
-        if strip in ("found", "all") and strip_first_space:
+        if strip in ("found", "all", "first token") and strip_first_space:
             tokens = _stripped_wrongly([*before, *after], strip)
             before, after = tokens[: len(before)], tokens[len(before) :]
         if wrong.get("alone"):
@@ -175,7 +190,7 @@ def _streamed(**wrong: Any) -> Callable[..., list[str]]:
         if strip == "always" or (strip == "answer" and strip_first_space):
             tokens = _stripped([*before, *after], True) if strip == "always" else [*before, *_stripped(after, True)]
             before, after = tokens[: len(before)], tokens[len(before) :]
-        return _growth(b"".join(before), after, wrong)
+        return _growth(before, after, wrong)
 
     return stream
 
@@ -186,171 +201,35 @@ def _stripped(tokens: list[bytes], strip: bool) -> list[bytes]:
 
 
 def _stripped_wrongly(tokens: list[bytes], how: str) -> list[bytes]:
-    found = (place for place, token in enumerate(tokens) if (token.startswith(b" ") if how == "found" else token))
-    first = next(found, None)
-    kept = [token.removeprefix(b" ") if how == "found" else token.lstrip(b" ") for token in tokens]
+    counts: dict[str, Callable[[bytes], bool]] = {"found": lambda token: token.startswith(b" "), "all": bool}
+    first = next((place for place, token in enumerate(tokens) if counts.get(how, lambda _: True)(token)), None)
+    kept = [token.lstrip(b" ") if how == "all" else token.removeprefix(b" ") for token in tokens]
     return [kept[place] if place == first else token for place, token in enumerate(tokens)]
 
 
-def _growth(prompt: bytes, answer: list[bytes], wrong: dict[str, Any]) -> list[str]:
-    errors, before = wrong.get("errors", "replace"), _certain(prompt)
-
-    def certain(data: bytes) -> str:
-        if wrong.get("late"):
-            return before
-        if wrong.get("suspicious"):
-            return data.decode("utf-8", "replace").rstrip("\ufffd")
-        return _patient(data) if wrong.get("patient") else _certain(data, errors)
-
-    data, given, pieces = prompt, "" if wrong.get("prompt_out") else before, []
-    for token in answer:
+def _growth(prompt: list[bytes], answer: list[bytes], wrong: dict[str, Any]) -> list[str]:
+    prompt = [] if wrong.get("no_prompt") else prompt
+    errors, data, given = wrong.get("errors", "replace"), b"", ""
+    pieces: list[str] = []
+    for number, token in enumerate([*prompt, *answer]):
+        if number == len(prompt) and wrong.get("prompt_out"):
+            given = ""
         data += token
-        pieces.append(certain(data)[len(given) :])
-        given += pieces[-1]
+        late = wrong.get("hold") == "late" and number < len(prompt)
+        so_far = _certain(data, errors) if late or "hold" not in wrong else _held_wrongly(data, given, wrong["hold"])
+        pieces.append(so_far if wrong.get("all_anew") else so_far[len(given) :])
+        given += so_far[len(given) :]
     rest = "" if wrong.get("no_rest") else data.decode("utf-8", errors)[len(given) :]
-    return [*pieces, rest]
+    return [*pieces[len(prompt) :], rest]
 
 
-# ---- 2.8 stop at a word ------------------------------------------------------------------------------------------
-
-
-def _stopping() -> list[Case]:
-    """(stop strings, pieces of text, include)."""
-    cases: list[tuple[list[str], list[str], bool]] = [
-        ([], ["ab"], False),
-        (["x"], ["ab"], False),
-        (["x"], ["axb"], False),
-        (["x"], ["axb"], True),
-        (["x"], ["a", "x", "b"], False),
-        (["ab"], ["xa", "by"], False),
-        (["ab"], ["xa", "by"], True),
-        (["ab"], ["xa", "c"], False),
-        (["ab"], ["xa"], False),
-        (["aab"], ["aaab!"], False),
-        (["aab"], ["xa", "a", "a", "b!"], False),
-        (["aab"], ["xa", "a", "a", "b!"], True),
-        (["abab!"], list("ababab!x"), False),
-        (["END", "STOP"], ["a ST", "OR EN", "DED"], False),
-        (["y", "x"], ["a x y"], False),
-        (["b", "ab"], ["xa", "bc"], False),
-        (["ab", "b"], ["xa", "bc"], True),
-        (["abcd", "bc"], ["xa", "bc", "d"], False),
-        (["bc", "abcd"], ["xabcd"], False),
-        (["DEFGHIJ"], [" D", "E", "FGHI", "J", "KL"], False),
-        (["\n\nUser:"], ["Hi.\n", "\nUse", "ful.\n\n", "\nUser: x"], False),
-        (["👍🏽"], ["a👍", "b👍", "🏽c"], False),
-    ]
-    return [
-        Case(f"stops {stops}, pieces {pieces}{', include=True' if include else ''}", stops, pieces, include)
-        for stops, pieces, include in cases
-    ]
-
-
-def check_stop_matcher(matcher_class: type) -> None:
-    """Against a search of the whole text after every character that has come."""
-    compare(
-        partial(_stop, matcher_class),
-        _stops(),
-        _stopping(),
-        expected="with each piece the text that can be no part of a stop string any more, nothing after the first stop "
-        "string that is complete, and at the end what was held back",
-        mistakes=[
-            ("after a character that does not fit, the search begins from zero; the text may still end with a shorter "
-             "beginning of the stop string", _stops(from_zero=True)),
-            ("each piece is searched on its own; a stop string may lie across several", _stops(alone=True)),
-            ("each piece is searched on its own; what was held back of the last one belongs to the search",
-             _stops(alone=True, holds=True)),
-            ("the beginning of a stop string comes out before it is complete", _stops(hasty=True)),
-            ("more is held back than can become part of a stop string", _stops(timid=True)),
-            ("of several stop strings that end at one character the longest counts", _stops(choose="shortest")),
-            ("of several stop strings the one listed first is taken, though another is complete earlier",
-             _stops(choose="listed")),
-            ("the stop string that begins first is taken, though another is complete before it",
-             _stops(choose="begins")),
-            ("include=True keeps the stop string as the end of the text", _stops(include=False)),
-            ("the stop string comes out though include is False", _stops(include=True)),
-            ("text still comes out after the stop", _stops(talkative=True)),
-            ("what was held back is lost at the end; flush gives it", _stops(no_rest=True)),
-            ("`stopped` stays None; it names the stop string that was met", _stops(nameless=True)),
-            ("the stop strings are never met", _stops(deaf=True)),
-        ],
-    )  # fmt: skip
-    for text, stops in (("an empty stop string", ["a", ""]), ("a text where a list of texts belongs", "ab")):
-        expect_raises(partial(matcher_class, stops), RequestError, case=text)
-
-
-def _stop(matcher_class: type, stops: list[str], pieces: list[str], include: bool) -> dict[str, Any]:
-    matcher = matcher_class(stops, include=include)
-    pushed = [matcher.push(piece) for piece in pieces]
-    return {"push": pushed, "flush": matcher.flush(), "stopped": matcher.stopped}
-
-
-def _found(text: str, stops: Sequence[str], choose: str) -> tuple[int, str] | None:
-    """The end of the first stop string in a text, and which it is; `choose` orders them in a mistaken way."""
-    places = [(text.find(stop) + len(stop), stop) for stop in stops if stop in text]
-    orders: dict[str, Callable[[tuple[int, str]], tuple[int, ...]]] = {
-        "longest": lambda place: (place[0], -len(place[1])),
-        "shortest": lambda place: (place[0], len(place[1])),
-        "listed": lambda place: (list(stops).index(place[1]),),
-        "begins": lambda place: (place[0] - len(place[1]),),
-    }
-    return min(places, key=orders[choose], default=None)
-
-
-def _from_zero(text: str, stop: str) -> tuple[int, int]:
-    """Where a search that starts again after each failure finds `stop` (or -1), and how much it has matched."""
-    met = 0
-    for place, character in enumerate(text):
-        met = met + 1 if character == stop[met] else int(character == stop[0])
-        if met == len(stop):
-            return place + 1, 0
-    return -1, met
-
-
-def _held(text: str, stops: Sequence[str]) -> int:
-    """Length of the longest end of the text that a stop string begins with."""
-    ends = (n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
-    return max(ends, default=0)
-
-
-def _stops(choose: str = "longest", include: bool | None = None, **wrong: bool) -> Callable[..., dict[str, Any]]:
-    """Searches all the text so far after each piece; `wrong` switches one mistake on."""
-
-    def search(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
-        if wrong.get("deaf"):
-            return None
-        if wrong.get("from_zero"):
-            ends = [(_from_zero(text, stop)[0], stop) for stop in stops]
-            return min(((end, stop) for end, stop in ends if end >= 0), default=None)
-        return _found(text, stops, choose)
-
-    def held(text: str, stops: Sequence[str]) -> int:
-        if wrong.get("hasty") or wrong.get("deaf") or (wrong.get("alone") and not wrong.get("holds")):
-            return 0
-        if wrong.get("timid"):
-            return min(len(text), max((len(stop) - 1 for stop in stops), default=0))
-        if wrong.get("from_zero"):
-            return max((_from_zero(text, stop)[1] for stop in stops), default=0)
-        return _held(text, stops)
-
-    def run(stops: list[str], pieces: list[str], keep: bool) -> dict[str, Any]:
-        text, given, pushed, stopped = "", 0, [], None
-        keep = keep if include is None else include
-        for piece in pieces:
-            if stopped is not None:
-                pushed.append(piece if wrong.get("talkative") else "")
-                continue
-            begin = len(text) if wrong.get("alone") else 0
-            text += piece
-            found = search(text[begin:], stops)
-            until = len(text) - held(text[begin:], stops)
-            if found is not None:
-                stopped = found[1]
-                until = begin + found[0] - (0 if keep else len(stopped))
-                until = len(text) if wrong.get("talkative") else until
-            pushed.append(text[given:until])
-            given = max(given, until)
-        rest = "" if stopped is not None or wrong.get("no_rest") else text[given:]
-        return {"push": pushed, "flush": rest, "stopped": None if wrong.get("nameless") else stopped}
-
-    return run
+def _held_wrongly(data: bytes, given: str, how: str) -> str:
+    """All text that is out after these bytes, where the mistake is in what waits; given: what was out before."""
+    if how == "late":
+        return given
+    if how == "suspicious":
+        return data.decode("utf-8", "replace").rstrip("\ufffd")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return _patient(data) if how == "patient" else given

@@ -1,8 +1,7 @@
-"""The checks of chapter 2's first half: bytes, words, merges, control tokens, lengths. Oracles are plain scans."""
+"""The checks of chapter 2 on bytes, words, merges and lengths. Oracles are plain scans."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from llmfromscratch import learner_engine
-from llmfromscratch.course.comparing import Case, compare, expect_raises, expect_type
+from llmfromscratch.course.comparing import Case, NamedParts, compare, expect_raises, expect_type
 from llmfromscratch.course.failures import CheckFailed
 from llmfromscratch.errors import RequestError
 from llmfromscratch.text.splitting import NAMED_RULES, SplittingRule
@@ -223,96 +222,6 @@ def _merged_in_one_pass(pieces: Sequence[str], ranks: Ranks) -> list[str]:
     return list(pieces)
 
 
-# ---- 2.4 control tokens ------------------------------------------------------------------------------------------
-
-Parts = list[str | int]
-_PLAIN, _NESTED = {"<a>": 1, "<b>": 0}, {"<a>": 1, "<a><a>": 2}
-_OVERLAP = {"bc": 7, "ab": 8, "abc|": 9, "|": 5}
-
-
-def check_split_special(split_special: Callable[[str, Mapping[str, int]], Parts]) -> None:
-    """Against a scan that tries every token at every character."""
-    cases: list[tuple[str, Mapping[str, int]]] = [
-        ("hi", _PLAIN),
-        ("<a>", _PLAIN),
-        ("x<a>y", _PLAIN),
-        ("<b>x", _PLAIN),
-        (" x <a><a>", _PLAIN),
-        ("x<a><a>y<a>", _NESTED),
-        ("abc", {"ab": 1, "a": 2, "abc": 3}),
-        ("axb a.b", {"a.b": 3}),
-        ("abc", _OVERLAP),
-        ("aabc|b", _OVERLAP),
-        ("<b>\n<a>", _PLAIN),
-        ("", _PLAIN),
-        ("hi", {}),
-        ("", {}),
-    ]
-    compare(
-        split_special,
-        _scanned(max),
-        [Case(f"{text!r} with {dict(special)}", text, dict(special)) for text, special in cases],
-        expected="ids where tokens stand, from left to right and the longest first, and the text between them",
-        mistakes=[
-            ("0 is an id like any other; only empty text is left out", _scanned(max, zero=False)),
-            ("of two tokens that begin at the same place the shortest is taken", _scanned(min)),
-            ("of two tokens that begin at the same place the one listed first is taken; the longest counts",
-             _scanned(lambda found, key: found[0])),
-            ("the tokens are cut out one after the other; one that stands further left comes first", _token_by_token),
-            ("the spelling of a token stands in the result where its id belongs", _scanned(max, ids=False)),
-            ("empty text comes out", _scanned(max, empty=True)),
-            ("the text after the last token is lost", _scanned(max, rest=False)),
-            ("the text between the tokens is lost", _scanned(max, texts=False)),
-            ("white space around the pieces of text is taken off; it is text",
-             _scanned(max, strip=True)),
-            ("tokens are plain text; a character such as the dot has to be escaped in an expression", _unescaped),
-            ("an expression without alternatives matches everywhere; with no tokens nothing may match",
-             lambda text, special: _scanned(max)(text, special) if special else list(text)),
-        ],
-    )  # fmt: skip
-
-
-def _scanned(choose: Callable[..., str], **settings: bool) -> Callable[[str, Mapping[str, int]], Parts]:
-    """choose: picks one of the tokens that begin at a place, with key=len; `settings` switch one mistake on."""
-    ids, rest, zero, texts = (settings.get(name, True) for name in ("ids", "rest", "zero", "texts"))
-    empty, strip = settings.get("empty", False), settings.get("strip", False)
-
-    def scan(text: str, special: Mapping[str, int]) -> Parts:
-        parts: Parts = []
-        between, place = "", 0
-        while place < len(text):
-            found = [token for token in special if text.startswith(token, place)]
-            if found:
-                token = choose(found, key=len)
-                parts += [between, special[token] if ids else token]
-                between, place = "", place + len(token)
-            else:
-                between, place = between + text[place], place + 1
-        parts += [between] if rest else []
-        if strip:
-            parts = [part.strip() if isinstance(part, str) else part for part in parts]
-        return [p for p in parts if (p != "" or empty) and (p != 0 or zero) and (texts or isinstance(p, int))]
-
-    return scan
-
-
-def _unescaped(text: str, special: Mapping[str, int]) -> Parts:
-    longest_first = sorted(special, key=len, reverse=True)
-    parts = re.split("(" + "|".join(longest_first).replace("|", r"\|") + ")", text) if special else [text]
-    return [special.get(part, part) for part in parts if part]
-
-
-def _token_by_token(text: str, special: Mapping[str, int]) -> Parts:
-    parts: Parts = [text]
-    for token in special:
-        cut: Parts = []
-        for part in parts:
-            between = part.split(token) if isinstance(part, str) else []
-            cut += [item for piece in between for item in (piece, special[token])][:-1] if between else [part]
-        parts = cut
-    return [part for part in parts if part != ""]
-
-
 # ---- 2.5 a prompt that is too long -------------------------------------------------------------------------------
 
 
@@ -405,12 +314,12 @@ def _kept(**wrong: bool) -> Callable[[list[int], Any], list[int]]:
 def check_pad(pad: Callable[[list[list[int]], Any], tuple[Tensor, Tensor]]) -> None:
     """Against rectangles that are laid out as lists, one row at a time."""
 
-    def both(sequences: list[list[int]], config: Any) -> dict[str, Tensor]:
+    def both(sequences: list[list[int]], config: Any) -> NamedParts:
         result = pad(sequences, config)
         expect_type(result, tuple)
         if len(result) != 2:
             raise CheckFailed("two tensors, ids and mask", case=f"got a tuple of {len(result)}")
-        return dict(zip(("ids", "mask"), result, strict=True))
+        return NamedParts(zip(("ids", "mask"), result, strict=True))
 
     settings: list[tuple[list[list[int]], dict[str, Any]]] = [
         ([[5]], {"pad_id": 9}),
@@ -455,10 +364,10 @@ def check_pad(pad: Callable[[list[list[int]], Any], tuple[Tensor, Tensor]]) -> N
     expect_raises(partial(pad, rows, wider), RequestError, case=case)
 
 
-def _rectangle(**wrong: bool) -> Callable[[list[list[int]], Any], dict[str, Tensor]]:
+def _rectangle(**wrong: bool) -> Callable[[list[list[int]], Any], NamedParts]:
     """Rows laid out as lists; `wrong` switches one mistake on."""
 
-    def lay_out(sequences: list[list[int]], config: Any) -> dict[str, Tensor]:
+    def lay_out(sequences: list[list[int]], config: Any) -> NamedParts:
         multiple, width = config.pad_to_multiple_of, max(len(row) for row in sequences)
         if wrong.get("at_least"):
             width = max(width, multiple)
@@ -479,6 +388,6 @@ def _rectangle(**wrong: bool) -> Callable[[list[list[int]], Any], dict[str, Tens
             mask = [[int(index != filler) for index in row] for row in ids]
         if wrong.get("inverted") or wrong.get("all_ones"):
             mask = [[1 if wrong.get("all_ones") else 1 - value for value in row] for row in mask]
-        return {"ids": torch.tensor(ids), "mask": torch.tensor(mask)}
+        return NamedParts(ids=torch.tensor(ids), mask=torch.tensor(mask))
 
     return lay_out
