@@ -6,6 +6,7 @@ is right, everything after it only inherits the fault.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from llmfromscratch import kv_cache
 from llmfromscratch.batch import Batch
 from llmfromscratch.errors import RequestError
 
+_REQUEST = -1  # a number that the engine gives to nobody
 # Results that are no module's output, but the input of the module that follows them.
 _INPUTS = {
     "self_attn.o_proj": "self_attn: rotary embedding and attention, before o_proj",
@@ -47,8 +49,9 @@ class Divergence:
 def diverges_at(a: Any, b: Any, prompt: str | Sequence[int], tolerance: float = 1e-3) -> Divergence | None:
     """The first operation in which a and b differ by more than `tolerance` times a's largest value; None if nowhere.
 
-    a, b: an `LLM`, a `model.Model`, or a transformers model of the same architecture. prompt: token ids, or text if
-    one of the two has a tokenizer. Only operations that both have, under the same name, are compared.
+    a, b: an `LLM`, a `model.Model`, or a transformers model of the same architecture. An LLM computes through its own
+    cache, in several passes, so that one with kv_cache="none" shows where another's cache goes wrong. prompt: token
+    ids, or text if one of the two has a tokenizer. Only operations that both have, under the same name, are compared.
     Raises RequestError where the two share no operation.
     """
     ids = _token_ids(prompt, a, b)
@@ -89,8 +92,24 @@ def _trace(side: Any, ids: list[int]) -> dict[str, Tensor]:
         if batched:
             network(input_ids=torch.tensor([ids]), use_cache=False)
         else:
-            network(Batch.of([(0, ids, 0)], all_logits=True), kv_cache.ConcatKVCache(len(network.layers)))  # type: ignore[arg-type]
+            _feed(network, getattr(side, "cache", None), ids)
     return trace
+
+
+def _feed(network: nn.Module, cache: kv_cache.KVCache | None, ids: list[int]) -> None:
+    """Runs all ids through a model of ours. Through an LLM's own cache they go in passes of several sizes, as in use:
+    half of the text, some tokens one by one, the rest. What a cache gets wrong shows only in a later pass."""
+    half = len(ids) // 2
+    edges = [0, *range(half, min(half + 4, len(ids))), len(ids)] if half else [0, len(ids)]
+    if cache is None or isinstance(cache, kv_cache.NoKVCache):
+        edges = [0, len(ids)]
+    if cache is None:
+        cache = kv_cache.ConcatKVCache(len(network.layers))  # type: ignore[arg-type]
+    try:
+        for start, end in itertools.pairwise(edges):
+            network(Batch.of([(_REQUEST, ids[start:end], start)], all_logits=True), cache)
+    finally:
+        cache.release(_REQUEST)
 
 
 @contextmanager
@@ -101,8 +120,8 @@ def _recording(network: nn.Module, batched: bool) -> Iterator[dict[str, Tensor]]
         if isinstance(value, tuple):
             value = value[0] if value else None
         if isinstance(value, Tensor) and value.is_floating_point():
-            value = value[0] if batched else value
-            trace.setdefault(name, value.detach().to("cpu", torch.float64))
+            value = (value[0] if batched else value).detach().to("cpu", torch.float64)
+            trace[name] = torch.cat([trace[name], value]) if name in trace else value
 
     handles = []
     for path, module in network.named_modules():

@@ -14,14 +14,18 @@ from typing import Any
 
 import torch
 
-from llmfromscratch import hub, kv_cache, loading, model, sampling, tokenizer
+from llmfromscratch import hub, kv_cache, kv_memory, loading, model, sampling, tokenizer
 from llmfromscratch.batch import Batch
-from llmfromscratch.errors import RequestError, TokenizerError
+from llmfromscratch.errors import OutOfMemory, RequestError, TokenizerError
 from llmfromscratch.text.chat_template import check_messages
 
 Prompt = str | Sequence[int]
 Objects = Sequence[Mapping[str, Any]]  # messages, tools, documents
 _PREFILL_CHUNK = 512  # tokens of a prompt per forward: attention scores take chunk x context numbers a head
+_MORE_ROOM = (
+    "Everything it held is free again. Give the cache more room (kv_cache_memory, or a smaller dtype), or ask for less "
+    "(a shorter prompt, fewer max_tokens, fewer requests at a time)."
+)
 
 
 @dataclass(frozen=True)
@@ -52,13 +56,21 @@ class LLM:
     source: a known short name, a folder, a .gguf, a .safetensors, or a hub id.
     dtype: "auto" (bf16 where the processor is fast at it, else fp32), "float32", "bfloat16", "float16", a torch.dtype.
     device: "auto", "cpu", "cuda", "mps", or budgets in bytes such as {"cuda:0": 8e9, "cpu": 32e9}.
+    kv_cache: "paged", "static", "concat", or "none", which computes the whole text again for every token: switch the
+    cache off and compare, when answers look wrong. block_size: tokens in a block of the paged cache.
+    kv_cache_memory: for the paged and the static cache, bytes, or a share (below 1) of what is free after loading;
+    None takes a quarter of it at most. prefix_sharing: prompts that begin alike share the blocks of the paged cache.
+    window: keep only the newest `window` tokens and the first four (memory stays bounded, the answer changes).
     sampler: anything with the methods of `sampling.Sampler`.
     max_length: tokens of a prompt at most; None is what the context holds beside one new token.
     truncation: what becomes of a longer prompt. None refuses it; "left", "right", "middle" cut that part out of its
         ids; "chat" drops the oldest turns of a conversation, and refuses a plain prompt, which has none.
     tokenizer_config: both, with the model's special tokens; tokenizer: None where the checkpoint brings none.
-    Raises CheckpointError, TokenizerError, OutOfMemory (budgets too small), RequestError (an argument).
+    Raises CheckpointError, TokenizerError, RequestError (arguments that cannot be meant), OutOfMemory (budgets or
+    kv_cache_memory too small).
     """
+
+    cache: kv_cache.KVCache
 
     def __init__(
         self,
@@ -66,10 +78,16 @@ class LLM:
         *,
         dtype: str | torch.dtype = "auto",
         device: str | Mapping[str, float] = "auto",
+        kv_cache: str = "paged",
+        block_size: int = kv_memory.BLOCK_SIZE,
+        kv_cache_memory: int | float | None = None,
+        window: int | None = None,
+        prefix_sharing: bool = True,
         sampler: sampling.Sampler | None = None,
         max_length: int | None = None,
         truncation: str | None = None,
     ):
+        kv_memory.check(kv_cache, block_size, kv_cache_memory, window, prefix_sharing)
         checkpoint = loading.open_checkpoint(hub.resolve(source))
         self.config = checkpoint.config
         data = checkpoint.tokenizer_data()
@@ -81,7 +99,16 @@ class LLM:
             self.model = model.Model(self.config)
         self.model.load_state_dict(checkpoint.load(dtype, device), assign=True)
         self.sampler = sampler or sampling.Sampler()
-        self.cache: kv_cache.KVCache = kv_cache.ConcatKVCache(self.config.num_layers)
+        self.cache = kv_memory.open_cache(
+            kv_cache,
+            self.config,
+            self.model.embed_tokens.weight.dtype,
+            [next(layer.parameters()).device for layer in self.model.layers],
+            block_size=block_size,
+            memory=kv_cache_memory,
+            window=window,
+            prefix_sharing=prefix_sharing,
+        )
         self._request_ids = itertools.count()
 
     def generate(
@@ -148,10 +175,11 @@ class LLM:
         if not params.ignore_eos:  # Meta's own files name no end tokens; their tokenizer does
             ends.update(self.config.eos_token_ids or self.tokenizer_config.eos_ids)
         room = min(params.max_tokens, self.config.context_length - len(ids))
-        new = ids
+        text = list(ids)  # the prompt and what has been said so far
         try:
+            self.cache.match_prefix(request, text)
             for count in range(1, room + 1):
-                logits = self._forward(request, new)
+                logits = self._forward(request, text)
                 if not torch.isfinite(logits).all():
                     yield None, "abort", "the model's logits are NaN or infinite: its weights or dtype are at fault."
                     return
@@ -160,15 +188,20 @@ class LLM:
                 yield token, reason, None
                 if reason:
                     return
-                new = [token]
+                text.append(token)
+        except OutOfMemory as error:  # this request cannot go on; the others keep theirs
+            yield None, "abort", f"{error} {_MORE_ROOM}"
         finally:  # also when a stream is dropped half-way or interrupted
             self.cache.release(request)
 
-    def _forward(self, request: int, new: list[int]) -> torch.Tensor:
-        """Runs new tokens through the model, in chunks; returns the logits [vocab] after the last one."""
-        for first in range(0, len(new), _PREFILL_CHUNK):
-            chunk = new[first : first + _PREFILL_CHUNK]
-            logits = self.model(Batch.of([(request, chunk, self.cache.length(request))]), self.cache)
+    def _forward(self, request: int, text: list[int]) -> torch.Tensor:
+        """Runs what the cache does not hold of a text, in chunks; returns the logits [vocab] after its last token."""
+        done = self.cache.length(request)
+        self.cache.reserve(request, len(text) - done)  # all or nothing: no half-computed prompt in a cache too small
+        # without a cache there is nothing that a second chunk could look back at
+        chunk = len(text) if isinstance(self.cache, kv_cache.NoKVCache) else _PREFILL_CHUNK
+        for start in range(done, len(text), chunk):
+            logits = self.model(Batch.of([(request, text[start : start + chunk], start)]), self.cache)
         return logits[0]
 
     def _token_ids(self, prompt: Prompt) -> list[int]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_models import SHAPES, VOCAB, all_logits, ours, random_ids, save_tiny, tiny_model, transformers_model
 
-from llmfromscratch import LLM, diverges_at, model
+from llmfromscratch import LLM, diverges_at, kv_cache, model
 from llmfromscratch.errors import RequestError
 
 IDS = random_ids(12)
@@ -192,3 +192,27 @@ def test_the_real_model_and_transformers_part_nowhere_until_a_weight_is_wrong(sm
         finally:
             weight[5] = kept
     assert (found.operation, found.layer) == ("layers.3.mlp.up_proj", 3)
+
+
+@pytest.mark.parametrize("settings", [{"block_size": 4}, {"kv_cache": "static"}, {"kv_cache": "concat"}])
+def test_two_engines_with_different_caches_part_nowhere_and_leave_nothing_behind(tmp_path, settings):
+    folder = save_tiny(tmp_path)
+    plain = LLM(folder, dtype="float64", device="cpu", kv_cache="none")
+    cached = LLM(folder, dtype="float64", device="cpu", **settings)
+    for ids in (IDS, IDS[:1], IDS[:2], IDS[:3]):
+        assert diverges_at(plain, cached, ids) is None
+    assert cached.cache.length(-1) == 0
+    with pytest.raises(KeyError):
+        cached.cache.read(0, -1)
+
+
+def test_a_cache_that_goes_wrong_is_found_where_it_does_when_it_is_held_against_none(tmp_path, monkeypatch):
+    folder = save_tiny(tmp_path)
+    plain = LLM(folder, dtype="float64", device="cpu", kv_cache="none")
+    cached = LLM(folder, dtype="float64", device="cpu", block_size=4)
+    slots = kv_cache.slots_of
+    # the position restarts at zero after a prefill: the first pass is right, and no later one
+    monkeypatch.setattr(kv_cache, "slots_of", lambda table, start, length, size: slots(table, 0, length, size))
+    found = diverges_at(plain, cached, IDS)
+    assert (found.layer, found.position) == (0, len(IDS) // 2)
+    assert "attention" in found.operation

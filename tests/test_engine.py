@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
+import psutil
 import pytest
 import torch
 from tiny_models import CHAT_TEMPLATE, CONTROL, save_tiny
 
-from llmfromscratch import LLM, SamplingParams, kv_cache, sampling
+from llmfromscratch import LLM, SamplingParams, engine, kv_cache, sampling
 from llmfromscratch.errors import CheckpointError, OutOfMemory, RequestError, TokenizerError
 
 END, OTHER_END, START = 2, 0, 1
 CONTEXT = 96
+TOKEN_BYTES = 3 * 2 * 3 * 4 * 8  # of the cache: layers x keys and values x heads x head size x float64
 
 
 class WatchedCache(kv_cache.ConcatKVCache):
@@ -538,6 +542,198 @@ def test_without_a_tokenizer_ids_still_work_and_text_says_what_to_do(tmp_path):
     for attempt in (lambda: llm.generate("x"), lambda: llm.chat([{"role": "user", "content": "x"}])):
         with pytest.raises(TokenizerError, match="no tokenizer; give prompts as token ids"):
             attempt()
+
+
+# ---- memory ------------------------------------------------------------------------------------------------------
+
+
+def with_blocks(folder, count: int, block_size: int = 4, **settings) -> LLM:
+    """The tiny model with a paged cache of so many blocks."""
+    memory = count * block_size * TOKEN_BYTES
+    llm = LLM(folder, dtype="float64", device="cpu", kv_cache_memory=memory, block_size=block_size, **settings)
+    assert llm.cache.num_free_blocks == count
+    return llm
+
+
+def all_given_back(llm: LLM, count: int) -> None:
+    llm.cache.audit()
+    assert (llm.cache.block_tables, llm.cache.num_free_blocks) == ({}, count)
+
+
+# Field case 13: two blocks of 4, a prompt of 8, 4 new tokens. The engine dies of it elsewhere.
+def test_a_request_that_outgrows_the_cache_is_aborted_with_the_numbers_and_the_others_go_on(folder):
+    llm = with_blocks(folder, 2)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    prompts = [[5, 6, 7], [9] * 8, [5, 6, 7], [8] * 9, [9, 9, 9, 9, 5]]
+    fits, outgrows, again, never, after = llm.generate(prompts, params)
+    assert [answer.finish_reason for answer in (fits, again, after)] == ["length"] * 3
+    assert again.token_ids == fits.token_ids
+    # 8 tokens fill both blocks; the first new token comes out of them, and has no room to be fed
+    assert (outgrows.finish_reason, len(outgrows.token_ids)) == ("abort", 1)
+    assert "needs 1 more blocks of 4 tokens; 0 of 2 are free" in outgrows.error
+    assert (never.finish_reason, never.token_ids, never.text) == ("abort", [], "")
+    assert "needs 3 more blocks of 4 tokens; 2 of 2 are free" in never.error
+    for answer in (outgrows, never):
+        assert "kv_cache_memory" in answer.error
+        assert "max_tokens" in answer.error
+    roomy = LLM(folder, dtype="float64", device="cpu", kv_cache="none")
+    for prompt, answer in ((prompts[0], fits), (prompts[4], after)):
+        assert roomy.generate(prompt, params)[0].token_ids == answer.token_ids
+    assert roomy.generate(prompts[1], params)[0].token_ids[:1] == outgrows.token_ids
+    all_given_back(llm, 2)
+
+
+def test_a_prompt_too_long_for_the_cache_is_refused_before_any_of_it_is_computed(folder, monkeypatch):
+    llm = with_blocks(folder, 4)
+    monkeypatch.setattr(engine, "_PREFILL_CHUNK", 3)
+    batches = []
+    handle = llm.model.register_forward_pre_hook(lambda _, inputs: batches.append(inputs[0]))
+    answer = llm.generate([5] * 17, SamplingParams(max_tokens=2))[0]
+    handle.remove()
+    assert (answer.finish_reason, batches) == ("abort", [])
+    all_given_back(llm, 4)
+
+
+def test_a_stream_that_runs_out_of_memory_says_so_in_its_last_piece_and_its_neighbour_goes_on(folder):
+    llm = with_blocks(folder, 4)
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    alone = llm.generate([6, 6, 6, 6, 6], params)[0].token_ids
+    first, second = llm.stream([5] * 3, params), llm.stream([6] * 5, params)
+    said = [[next(stream)] for stream in (first, second)]
+    said[0] += list(first)  # 3 + 7 tokens fed: three blocks, and the second request holds two
+    said[1] += list(second)
+    assert said[0][-1].finish_reason == "abort"
+    assert "0 of 4 are free" in said[0][-1].error
+    assert [token for piece in said[1] for token in piece.token_ids] == alone
+    all_given_back(llm, 4)
+
+
+def test_a_static_cache_that_is_too_short_or_full_aborts_that_request_alone(folder):
+    llm = LLM(folder, dtype="float64", device="cpu", kv_cache="static", kv_cache_memory=CONTEXT * TOKEN_BYTES)
+    assert len(llm.cache.free_rows) == 1
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    alone = llm.generate("first", params)[0].token_ids
+    stream = llm.stream("first", params)
+    pieces = [next(stream)]
+    crowded = llm.generate("second", params)[0]
+    assert (crowded.finish_reason, crowded.token_ids) == ("abort", [])
+    assert "needs a row" in crowded.error
+    pieces += stream
+    assert [token for piece in pieces for token in piece.token_ids] == alone
+    assert llm.generate("second", params)[0].finish_reason == "length"
+
+
+def test_prompts_of_whole_blocks_sent_again_and_again_get_the_same_answer(folder):  # field case 11
+    llm = with_blocks(folder, 30)
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    for length in (3, 4, 5, 8, 16, 17):
+        prompt = list(range(5, 5 + length))
+        answers = llm.generate([prompt] * 4, params)
+        assert answers == [answers[0]] * 4
+    assert llm.cache.prefix_hit_tokens > 0
+    all_given_back(llm, 30)
+
+
+def test_sharing_can_be_switched_off(folder):
+    llm = with_blocks(folder, 30, prefix_sharing=False)
+    answers = llm.generate([[5] * 20] * 2, SamplingParams(max_tokens=5, ignore_eos=True))
+    assert answers[0] == answers[1]
+    assert (llm.cache.prefix_hit_tokens, len(llm.cache.allocator.kept)) == (0, 0)
+
+
+def test_a_shared_prompt_is_computed_once(folder):
+    llm, fed = with_blocks(folder, 30), []
+    llm.model.register_forward_pre_hook(lambda _, inputs: fed.append(len(inputs[0].token_ids)))
+    llm.generate([[*range(5, 30), tail] for tail in (40, 41)], SamplingParams(max_tokens=1))
+    assert fed == [26, 26 - 24]
+
+
+def test_without_a_cache_the_whole_text_is_fed_for_every_token_and_never_in_chunks(folder, monkeypatch):
+    llm, fed = LLM(folder, dtype="float64", device="cpu", kv_cache="none"), []
+    monkeypatch.setattr(engine, "_PREFILL_CHUNK", 3)
+    llm.model.register_forward_pre_hook(lambda _, inputs: fed.append(len(inputs[0].token_ids)))
+    llm.generate([5] * 10, SamplingParams(max_tokens=3, ignore_eos=True))
+    assert fed == [10, 11, 12]
+
+
+@pytest.mark.parametrize("kind", ["paged", "static", "concat", "none"])
+def test_an_interrupted_prefill_gives_everything_back_whatever_the_cache(folder, kind):
+    llm = LLM(folder, dtype="float64", device="cpu", kv_cache=kind)
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    expected = llm.generate("Hello there, how are you?", params)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    handle = llm.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("Something else entirely", params)
+    handle.remove()
+    if kind == "paged":
+        llm.cache.audit()
+        assert llm.cache.block_tables == {}
+    assert llm.generate("Hello there, how are you?", params) == expected
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kv_cache_memory": 8_000_000},
+        {"kv_cache": "static", "kv_cache_memory": 8_000_000},
+        {"kv_cache": "concat"},
+        {"window": 16},
+    ],
+)
+def test_the_memory_of_a_long_run_is_flat(tmp_path, settings):
+    # heads so wide that a request of 31 tokens takes a megabyte
+    llm = LLM(save_tiny(tmp_path, head_dim=512), dtype="float32", device="cpu", **settings)
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+
+    def serve(first: int, count: int) -> None:
+        for number in range(first, first + count):
+            answer = llm.generate([1 + (number * step) % 250 for step in range(1, 20)], params)[0]
+            assert answer.finish_reason == "length"
+        gc.collect()
+
+    serve(0, 20)
+    tensors, resident = live_tensor_bytes(), psutil.Process().memory_info().rss
+    serve(20, 40)
+    assert live_tensor_bytes() - tensors < 1_000_000
+    assert psutil.Process().memory_info().rss - resident < 20_000_000
+    if "kv_cache" not in settings and "window" not in settings:
+        llm.cache.audit()
+        assert llm.cache.block_tables == {}
+        assert llm.cache.num_free_blocks == len(llm.cache.allocator.ref_counts)
+
+
+def live_tensor_bytes() -> int:
+    """Bytes of all tensors that something still refers to, each storage once."""
+    storages = {}
+    for thing in gc.get_objects():
+        if type(thing) in (torch.Tensor, torch.nn.Parameter):
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def test_cache_settings_that_cannot_be_meant_are_refused_before_anything_is_loaded(folder, tmp_path):
+    for settings, sentence in (
+        ({"kv_cache": "ring"}, "kv_cache is 'ring'; expected one of paged"),
+        ({"kv_cache": "none", "window": 8}, "window=8 forgets tokens"),
+        ({"block_size": 0}, "block_size is 0"),
+        ({"kv_cache_memory": -1}, "kv_cache_memory is -1"),
+        ({"kv_cache": "concat", "kv_cache_memory": 0.5}, "takes what it needs"),
+    ):
+        with pytest.raises(RequestError, match=sentence):
+            LLM(tmp_path / "nothing here", **settings)
+    with pytest.raises(OutOfMemory, match="one block of 16 tokens takes 9.22 kB"):
+        LLM(folder, dtype="float64", device="cpu", kv_cache_memory=9000)
+
+
+def test_the_cache_is_paged_unless_another_is_asked_for(folder):
+    assert type(LLM(folder, device="cpu").cache) is kv_cache.PagedKVCache
+    half = LLM(folder, dtype="bfloat16", device="cpu")
+    assert {stored.dtype for stored in half.cache.storage} == {torch.bfloat16}
 
 
 # ---- construction ------------------------------------------------------------------------------------------------

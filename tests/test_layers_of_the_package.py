@@ -23,9 +23,9 @@ REPLACEABLE = {
 FLOORS = [
     {"errors", "progress"},
     {"learner_engine", "batch", "config", "devices", "formats", "kernels", "hub"},
-    {"checkpoint_files", "key_report", "placement", "rope", "text"},
+    {"cache_parts", "checkpoint_files", "key_report", "placement", "rope", "text"},
     {"loading", "tokenizer", "kv_cache"},
-    {"attention"},
+    {"kv_memory", "attention", "sparse_cache"},
     {"model"},
     {"sampling", "optimization", "quantization", "scheduler", "divergence"},
     {"engine"},

@@ -106,6 +106,37 @@ def all_logits(network: model.Model, ids: list[int]) -> torch.Tensor:
     return network(Batch.of([(0, ids, 0)], all_logits=True), kv_cache.ConcatKVCache(network.config.num_layers))
 
 
+CACHES = ("none", "concat", "static", *(f"paged, blocks of {size}" for size in (1, 3, 8, 16, 32)), "paged, scattered")
+
+
+def new_cache(kind: str, network: model.Model, tokens: int = 512, **settings: Any) -> kv_cache.KVCache:
+    """A cache of one of CACHES for a network on the CPU, with room for so many tokens in all (static: for each row).
+
+    "scattered": blocks of 3 that were handed out and given back out of order, so that hardly two neighbours follow.
+    """
+    layout = kv_cache.CacheLayout.of(network.config, next(network.parameters()).dtype)
+    if kind == "none":
+        return kv_cache.NoKVCache(layout.num_layers)
+    if kind == "concat":
+        return kv_cache.ConcatKVCache(layout.num_layers)
+    if kind == "static":
+        return kv_cache.StaticKVCache(layout, max_requests=8, max_length=tokens)
+    size = 3 if kind == "paged, scattered" else int(kind.split()[-1])
+    cache = kv_cache.PagedKVCache(layout, -(-tokens // size), size, **settings)
+    if kind == "paged, scattered":
+        scatter(cache)
+    return cache
+
+
+def scatter(cache: kv_cache.PagedKVCache) -> None:
+    """Every block is held once and given back in a random order: the free ones no longer follow each other."""
+    count = cache.num_free_blocks
+    for request in range(count):
+        cache.reserve(-1 - request, cache.block_size)
+    for request in torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist():
+        cache.release(-1 - request)
+
+
 def random_ids(length: int, seed: int = 0) -> list[int]:
     """Token ids below VOCAB."""
     return torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()

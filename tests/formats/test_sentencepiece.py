@@ -156,7 +156,9 @@ def test_a_damaged_file_is_refused_in_a_sentence_that_names_it(tmp_path, damage)
     with pytest.raises(CheckpointError, match="no SentencePiece model, or it is damaged") as caught:
         read_sentencepiece(file)
     assert str(file) in str(caught.value)
-    with pytest.raises(TokenizerError, match="no SentencePiece model, or it is damaged"):
+    # a list of ranks is no SentencePiece model, but it may be one of Llama 3's files, which are read
+    said = "list of 256 ranks is not supported" if "ranks" in damage else "no SentencePiece model, or it is damaged"
+    with pytest.raises(TokenizerError, match=said):
         tokenizer_files.read_model_tokenizer(file)
 
 
