@@ -12,8 +12,13 @@ except ModuleNotFoundError as error:
         "The figures are drawn with matplotlib, which is not installed; run: pip install 'llmfromscratch[course]'"
     ) from error
 
+from llmfromscratch.widgets.attention_pattern import attention_pattern, draw_attention_pattern
 from llmfromscratch.widgets.checkpoint_map import checkpoint_map, draw_checkpoint_map
+from llmfromscratch.widgets.cost_curves import cost_curves, draw_costs
+from llmfromscratch.widgets.cost_measurement import measure_costs
 from llmfromscratch.widgets.form import FigureForm
+from llmfromscratch.widgets.page_grid import draw_page_grid, page_grid
+from llmfromscratch.widgets.page_runs import record_allocations, record_pages
 from llmfromscratch.widgets.placement_planner import draw_placement, placement_planner
 from llmfromscratch.widgets.streaming_buffer import draw_streaming_buffer, streaming_buffer
 from llmfromscratch.widgets.token_borders import draw_token_borders, token_borders
@@ -22,15 +27,24 @@ from llmfromscratch.widgets.tokens_per_character import draw_tokens_per_characte
 
 __all__ = [
     "FigureForm",
+    "attention_pattern",
     "byte_tokenizer",
     "character_tokenizer",
     "checkpoint_map",
+    "cost_curves",
+    "draw_attention_pattern",
     "draw_checkpoint_map",
+    "draw_costs",
+    "draw_page_grid",
     "draw_placement",
     "draw_streaming_buffer",
     "draw_token_borders",
     "draw_tokens_per_character",
+    "measure_costs",
+    "page_grid",
     "placement_planner",
+    "record_allocations",
+    "record_pages",
     "streaming_buffer",
     "token_borders",
     "tokens_per_character",
