@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from llmfromscratch import learner_engine
 
 if TYPE_CHECKING:
+    from llmfromscratch.async_engine import AsyncEngine as AsyncEngine
     from llmfromscratch.divergence import Divergence as Divergence
     from llmfromscratch.divergence import diverges_at as diverges_at
     from llmfromscratch.engine import LLM as LLM
@@ -23,14 +24,17 @@ if TYPE_CHECKING:
     from llmfromscratch.errors import RequestError as RequestError
     from llmfromscratch.errors import TokenizerError as TokenizerError
     from llmfromscratch.sampling import SamplingParams as SamplingParams
+    from llmfromscratch.scheduler import Request as Request
 
 __version__ = "0.1.0"
 
 _HOME = {
     "LLM": "engine",
+    "AsyncEngine": "async_engine",
     "Completion": "engine",
     "Piece": "engine",
     "SamplingParams": "sampling",
+    "Request": "scheduler",
     "diverges_at": "divergence",
     "Divergence": "divergence",
     "CheckpointError": "errors",

@@ -46,10 +46,12 @@ class Batch:
         parts: Sequence[tuple[int, Sequence[int], int]],
         device: str | torch.device = "cpu",
         all_logits: bool = False,
+        logits_at: Sequence[int | None] | None = None,
     ) -> Batch:
         """Joins (request id, new token ids, tokens already cached) to one batch.
 
-        Logits are asked for the last token of each part, or for every token with `all_logits`.
+        Logits are asked for the last token of each part, or for every token with `all_logits`. logits_at: where else,
+        one entry for each part: the index within its new tokens, or None for a part whose logits nobody needs.
         """
         token_ids: list[int] = []
         positions: list[int] = []
@@ -60,10 +62,22 @@ class Batch:
             spans.append(Span(request_id, len(token_ids), start, len(ids)))
             token_ids.extend(ids)
             positions.extend(range(start, start + len(ids)))
-        rows = range(len(token_ids)) if all_logits else [span.rows.stop - 1 for span in spans]
+        if all_logits:
+            rows = list(range(len(token_ids)))
+        else:
+            wanted = [span.length - 1 for span in spans] if logits_at is None else logits_at
+            rows = [_row(span, index) for span, index in zip(spans, wanted, strict=True) if index is not None]
         return cls(
             torch.tensor(token_ids, dtype=torch.int64, device=device),
             torch.tensor(positions, dtype=torch.int64, device=device),
             tuple(spans),
-            torch.tensor(list(rows), dtype=torch.int64, device=device),
+            torch.tensor(rows, dtype=torch.int64, device=device),
         )
+
+
+def _row(span: Span, index: int) -> int:
+    if not 0 <= index < span.length:
+        raise ValueError(
+            f"request {span.request_id} has {span.length} new tokens; there is no logit at {index} of them"
+        )
+    return span.first_row + index

@@ -1,53 +1,34 @@
-"""The loop that joins the parts: prompt -> ids -> prefill -> sample -> decode, token by token -> text.
+"""What joins the parts: prompt -> ids -> request -> steps of the engine -> tokens -> text.
 
-`LLM` owns a tokenizer, a model, a sampler and a cache. One request runs at a time here.
+`LLM` owns a tokenizer, a model, a cache, a scheduler and a sampler. The steps themselves are in `engine_core`: they
+serve all requests in flight at once, whoever asks for them.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from llmfromscratch import hub, kv_cache, kv_memory, loading, model, sampling, tokenizer
-from llmfromscratch.batch import Batch
-from llmfromscratch.errors import OutOfMemory, RequestError, TokenizerError
+from llmfromscratch import hub, kv_cache, kv_memory, loading, model, sampling, scheduler, tokenizer
+from llmfromscratch.answers import Completion, Piece, Reader
+from llmfromscratch.engine_core import EngineCore
+from llmfromscratch.errors import RequestError, TokenizerError
+from llmfromscratch.metrics import EngineMetrics
+from llmfromscratch.progress import progress_bar
 from llmfromscratch.text.chat_template import check_messages
 
 Prompt = str | Sequence[int]
 Objects = Sequence[Mapping[str, Any]]  # messages, tools, documents
-_PREFILL_CHUNK = 512  # tokens of a prompt per forward: attention scores take chunk x context numbers a head
-_MORE_ROOM = (
-    "Everything it held is free again. Give the cache more room (kv_cache_memory, or a smaller dtype), or ask for less "
-    "(a shorter prompt, fewer max_tokens, fewer requests at a time)."
-)
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One answer. finish_reason: "stop" (an end token), "length" (max_tokens or the context is full), or "abort"
-    (then `error` says why). token_ids holds every token the model gave, the end token too; text leaves it out."""
-
-    text: str
-    token_ids: list[int]
-    prompt_token_ids: list[int]
-    finish_reason: str
-    error: str | None = None
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Text that has become certain while streaming; the last piece carries the finish reason."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None = None
-    error: str | None = None
+_Planning = tuple[str | Callable[[Any], Any] | None, int, int]  # scheduler, max_requests, max_batch_tokens
+# seconds before a progress bar shows: at once would be noise for what is done at once
+_DELAY, _DELAY_OF_ONE = 1.0, 5.0
 
 
 class LLM:
@@ -61,16 +42,20 @@ class LLM:
     kv_cache_memory: for the paged and the static cache, bytes, or a share (below 1) of what is free after loading;
     None takes a quarter of it at most. prefix_sharing: prompts that begin alike share the blocks of the paged cache.
     window: keep only the newest `window` tokens and the first four (memory stays bounded, the answer changes).
+    scheduler: "continuous" (also None), "static", or a function that makes one for a cache: scheduler(cache) gives
+    anything with the methods of `scheduler.Scheduler`. max_requests: served at a time. max_batch_tokens: computed in
+    one step of the continuous scheduler, prompts being cut to fit; without a cache they are not cut.
     sampler: anything with the methods of `sampling.Sampler`.
     max_length: tokens of a prompt at most; None is what the context holds beside one new token.
     truncation: what becomes of a longer prompt. None refuses it; "left", "right", "middle" cut that part out of its
         ids; "chat" drops the oldest turns of a conversation, and refuses a plain prompt, which has none.
     tokenizer_config: both, with the model's special tokens; tokenizer: None where the checkpoint brings none.
+    `generate`, `stream` and `AsyncEngine` may be used side by side, from several threads too. Requests are computed
+    together: in float32 greedy answers do not depend on the company; in half precision sums of another order may round
+    to another token.
     Raises CheckpointError, TokenizerError, RequestError (arguments that cannot be meant), OutOfMemory (budgets or
     kv_cache_memory too small).
     """
-
-    cache: kv_cache.KVCache
 
     def __init__(
         self,
@@ -83,11 +68,15 @@ class LLM:
         kv_cache_memory: int | float | None = None,
         window: int | None = None,
         prefix_sharing: bool = True,
+        scheduler: str | Callable[[Any], Any] | None = None,
+        max_requests: int = kv_memory.MAX_REQUESTS,
+        max_batch_tokens: int = 512,
         sampler: sampling.Sampler | None = None,
         max_length: int | None = None,
         truncation: str | None = None,
     ):
         kv_memory.check(kv_cache, block_size, kv_cache_memory, window, prefix_sharing)
+        _check_planning(scheduler, max_requests, max_batch_tokens)
         checkpoint = loading.open_checkpoint(hub.resolve(source))
         self.config = checkpoint.config
         data = checkpoint.tokenizer_data()
@@ -98,8 +87,7 @@ class LLM:
         with torch.device("meta"):
             self.model = model.Model(self.config)
         self.model.load_state_dict(checkpoint.load(dtype, device), assign=True)
-        self.sampler = sampler or sampling.Sampler()
-        self.cache = kv_memory.open_cache(
+        cache = kv_memory.open_cache(
             kv_cache,
             self.config,
             self.model.embed_tokens.weight.dtype,
@@ -108,8 +96,55 @@ class LLM:
             memory=kv_cache_memory,
             window=window,
             prefix_sharing=prefix_sharing,
+            max_requests=max_requests,
         )
         self._request_ids = itertools.count()
+        self._planning = scheduler, max_requests, max_batch_tokens
+        self.core = self._join(cache, self._planning, sampler or sampling.Sampler())
+
+    @property
+    def cache(self) -> kv_cache.KVCache:
+        """The key/value cache. Another one may be set while no request is in flight."""
+        return self.core.cache
+
+    @cache.setter
+    def cache(self, cache: kv_cache.KVCache) -> None:
+        self._exchange(cache, self._planning)
+
+    @property
+    def sampler(self) -> sampling.Sampler:
+        """What picks the tokens; another one may be set at any time."""
+        return self.core.sampler
+
+    @sampler.setter
+    def sampler(self, sampler: sampling.Sampler) -> None:
+        self.core.sampler = sampler
+
+    @property
+    def metrics(self) -> EngineMetrics:
+        """The engine's own figures: requests running and waiting, blocks in use, tokens per second, totals."""
+        return self.core.metrics
+
+    def use_scheduler(
+        self,
+        scheduler: str | Callable[[Any], Any] | None = None,
+        max_requests: int = kv_memory.MAX_REQUESTS,
+        max_batch_tokens: int = 512,
+    ) -> None:
+        """Plans with another scheduler from now on; arguments as in `LLM`. Raises RequestError with work in flight."""
+        _check_planning(scheduler, max_requests, max_batch_tokens)
+        self._exchange(self.cache, (scheduler, max_requests, max_batch_tokens))
+
+    def _exchange(self, cache: kv_cache.KVCache, planning: _Planning) -> None:
+        if self.core.has_work:
+            raise RequestError("requests are in flight; finish or close their streams before a part is exchanged.")
+        self.core, self._planning = self._join(cache, planning, self.sampler), planning
+
+    def _join(self, cache: kv_cache.KVCache, planning: _Planning, sampler: sampling.Sampler) -> EngineCore:
+        """The parts in one engine, its figures beginning anew."""
+        planner = _open_scheduler(cache, *planning)
+        ends = self.config.eos_token_ids or self.tokenizer_config.eos_ids  # Meta's own config files name none
+        return EngineCore(self.model, cache, planner, sampler, ends, self.config.context_length)
 
     def generate(
         self,
@@ -121,8 +156,21 @@ class LLM:
         each = list(params) if isinstance(params, Sequence) else [params] * len(batch)
         if len(each) != len(batch):
             raise RequestError(f"{len(batch)} prompts came with {len(each)} SamplingParams; give one, or one for each.")
-        checked = [(self._token_ids(prompt), _params(one)) for prompt, one in zip(batch, each, strict=True)]
-        return [self._complete(ids, one) for ids, one in checked]
+        requests = [self.request(prompt, one) for prompt, one in zip(batch, each, strict=True)]
+        try:
+            for request in requests:
+                self.core.add(request)
+            self._run(requests)
+        finally:
+            self._give_up(requests, "the call that asked for it was interrupted.")
+        readers = [Reader(request, self.tokenizer) for request in requests]
+        texts = ["".join(piece.text for piece in reader.new_pieces()) for reader in readers]
+        return [Completion.of(request, text) for request, text in zip(requests, texts, strict=True)]
+
+    def request(self, prompt: Prompt, params: sampling.SamplingParams | None = None) -> scheduler.Request:
+        """A checked request with a number of its own, for `core.add` and for `AsyncEngine`. Raises RequestError."""
+        ids, params = self._token_ids(prompt), _params(params)
+        return scheduler.Request(next(self._request_ids), ids, params, arrival=self.core.clock())
 
     def chat(
         self,
@@ -147,62 +195,40 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: sampling.SamplingParams | None = None) -> Iterator[Piece]:
         """Yields pieces of text as they become certain. Checks the prompt at once, not at the first piece."""
-        return self._pieces(self._token_ids(prompt), _params(params))
+        return self._pieces(self.request(prompt, params))
 
-    def _complete(self, prompt: list[int], params: sampling.SamplingParams) -> Completion:
-        pieces = list(self._pieces(prompt, params))
-        token_ids = [token for piece in pieces for token in piece.token_ids]
-        text = "".join(piece.text for piece in pieces)
-        return Completion(text, token_ids, prompt, pieces[-1].finish_reason or "abort", pieces[-1].error)
-
-    def _pieces(self, prompt: list[int], params: sampling.SamplingParams) -> Iterator[Piece]:
-        own = self.tokenizer  # ids that it lacks, where an embedding is padded to a round number, are no text
-        decoder = tokenizer.IncrementalDecoder(own, [index for index in prompt if index in own]) if own else None
-        for token, reason, error in self._decode(prompt, params):
-            text = ""
-            if own and decoder and token is not None and token in own and reason != "stop":
-                text = decoder.push(token)
-            if reason and decoder:
-                text += decoder.flush()
-            yield Piece(text, [] if token is None else [token], reason, error)
-
-    def _decode(
-        self, ids: list[int], params: sampling.SamplingParams
-    ) -> Iterator[tuple[int | None, str | None, str | None]]:
-        """Yields (token, finish reason, error) per step: prefill in chunks, then one token at a time."""
-        request, stream = next(self._request_ids), self.sampler.random_stream(params.seed)
-        ends = set(params.stop_token_ids)
-        if not params.ignore_eos:  # Meta's own files name no end tokens; their tokenizer does
-            ends.update(self.config.eos_token_ids or self.tokenizer_config.eos_ids)
-        room = min(params.max_tokens, self.config.context_length - len(ids))
-        text = list(ids)  # the prompt and what has been said so far
+    def _pieces(self, request: scheduler.Request) -> Iterator[Piece]:
+        """Steps when there is nothing left to give: what others have stepped for is given first."""
+        reader, reason = Reader(request, self.tokenizer), None
+        request.arrival = self.core.clock()  # nothing has begun before the first piece is asked for
         try:
-            self.cache.match_prefix(request, text)
-            for count in range(1, room + 1):
-                logits = self._forward(request, text)
-                if not torch.isfinite(logits).all():
-                    yield None, "abort", "the model's logits are NaN or infinite: its weights or dtype are at fault."
-                    return
-                token = self.sampler.sample(logits, params, stream)
-                reason = "stop" if token in ends else "length" if count == room else None
-                yield token, reason, None
-                if reason:
-                    return
-                text.append(token)
-        except OutOfMemory as error:  # this request cannot go on; the others keep theirs
-            yield None, "abort", f"{error} {_MORE_ROOM}"
+            self.core.add(request)
+            while reason is None:
+                with self.core.between_steps():
+                    pieces = reader.new_pieces()
+                for piece in pieces:
+                    yield piece
+                    reason = piece.finish_reason
+                if not pieces:
+                    self.core.step()
         finally:  # also when a stream is dropped half-way or interrupted
-            self.cache.release(request)
+            self._give_up([request], "its stream was closed.")
 
-    def _forward(self, request: int, text: list[int]) -> torch.Tensor:
-        """Runs what the cache does not hold of a text, in chunks; returns the logits [vocab] after its last token."""
-        done = self.cache.length(request)
-        self.cache.reserve(request, len(text) - done)  # all or nothing: no half-computed prompt in a cache too small
-        # without a cache there is nothing that a second chunk could look back at
-        chunk = len(text) if isinstance(self.cache, kv_cache.NoKVCache) else _PREFILL_CHUNK
-        for start in range(done, len(text), chunk):
-            logits = self.model(Batch.of([(request, text[start : start + chunk], start)]), self.cache)
-        return logits[0]
+    def _run(self, requests: Sequence[scheduler.Request]) -> None:
+        """Steps until all have ended, showing how far they are when it takes a while."""
+        delay = _DELAY if len(requests) > 1 else _DELAY_OF_ONE
+        began = time.perf_counter()
+        with progress_bar(total=len(requests), description="answers", delay=delay, miniters=0, unit="") as bar:
+            while not all(request.ended for request in requests):
+                self.core.step()
+                speed = sum(len(request.token_ids) for request in requests) / (time.perf_counter() - began)
+                bar.set_postfix_str(f"{speed:.1f} tokens/s", refresh=False)
+                bar.update(sum(request.ended for request in requests) - bar.n)
+
+    def _give_up(self, requests: Sequence[scheduler.Request], error: str) -> None:
+        for request in requests:
+            if not request.ended:
+                self.core.abort(request, error)
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
         """Checks a prompt against the vocabulary and the context; text is encoded without control tokens."""
@@ -234,3 +260,23 @@ def _params(params: sampling.SamplingParams | None) -> sampling.SamplingParams:
     if params is not None and not hasattr(params, "max_tokens"):
         raise RequestError(f"params is {params!r}; give a SamplingParams, or one for each prompt.")
     return params or sampling.SamplingParams()
+
+
+def _check_planning(kind: Any, max_requests: Any, max_batch_tokens: Any) -> None:
+    if not (kind in (None, "static", "continuous") or callable(kind)):
+        raise RequestError(f'scheduler is {kind!r}; give "continuous", "static", or a function that takes a cache.')
+    for name, value in (("max_requests", max_requests), ("max_batch_tokens", max_batch_tokens)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise RequestError(f"{name} is {value!r}; it must be a whole number of at least 1.")
+
+
+def _open_scheduler(
+    cache: kv_cache.KVCache, kind: str | Callable[[Any], Any] | None, max_requests: int, max_batch_tokens: int
+) -> scheduler.Scheduler:
+    if callable(kind):
+        return kind(cache)
+    if kind == "static":
+        return scheduler.StaticScheduler(cache, max_requests)
+    # without a cache there is nothing that a second chunk could look back at
+    tokens = sys.maxsize if isinstance(cache, kv_cache.NoKVCache) else max_batch_tokens
+    return scheduler.ContinuousScheduler(cache, max_requests, tokens)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from llmfromscratch import attention, kv_cache, rope
+from llmfromscratch import attention, decode_attention, kv_cache, rope
 from llmfromscratch.batch import Batch
 from llmfromscratch.config import ModelConfig
 
@@ -101,6 +101,8 @@ class Attention(nn.Module):
         cache.write(self.layer, keys, self.v_proj(x).view(shape), batch)
         if hasattr(cache, "attend"):  # a cache that forgets knows best who may look at what is left
             mixed = cache.attend(queries, self.layer, batch)
+        elif decode_attention.applies(cache, batch):
+            mixed = decode_attention.attend(queries, self.layer, batch, cache)
         else:
             mixed = attention.attend(queries, self.layer, batch, cache)
         return self.o_proj(mixed.flatten(1))

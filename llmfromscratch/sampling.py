@@ -22,6 +22,7 @@ class SamplingParams:
     stop_token_ids: ids that end the text besides the model's own end tokens.
     ignore_eos: go on past the model's end tokens, until max_tokens.
     seed: makes the draws of this request repeatable; None draws differently each time.
+    priority: who is served first when not all can be: the larger, the more important. 0 is usual, below 0 can wait.
 
     Raises RequestError for a value that cannot be meant.
     """
@@ -31,6 +32,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None
+    priority: int = 0
 
     def __post_init__(self) -> None:
         if not _is_int(self.max_tokens) or self.max_tokens < 1:
@@ -43,6 +45,8 @@ class SamplingParams:
             raise RequestError(f"ignore_eos is {self.ignore_eos!r}; it must be True or False.")
         if self.seed is not None and (not _is_int(self.seed) or not 0 <= self.seed < 2**63):
             raise RequestError(f"seed is {self.seed!r}; it must be None or a whole number from 0 to 2**63 - 1.")
+        if not _is_int(self.priority) or abs(self.priority) > 1000:  # more would drown the clock it is set off against
+            raise RequestError(f"priority is {self.priority!r}; it must be a whole number from -1000 to 1000.")
 
 
 def _is_int(value: object) -> bool:

@@ -6,7 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_models import all_logits, tiny_model
 
+from llmfromscratch import kv_cache
 from llmfromscratch.batch import Batch, Span
 
 
@@ -21,6 +23,34 @@ def test_the_example_of_the_docstring():
 
 def test_every_row_can_be_asked_for_its_logits():
     assert Batch.of([(7, [12, 905, 33], 0), (4, [271], 57)], all_logits=True).logit_rows.tolist() == [0, 1, 2, 3]
+
+
+def test_logits_can_be_asked_for_anywhere_in_a_part_or_nowhere():
+    parts = [(7, [12, 905, 33], 0), (4, [271], 57), (5, [8, 9], 3)]
+    assert Batch.of(parts, logits_at=[1, None, 0]).logit_rows.tolist() == [1, 4]
+    assert Batch.of(parts, logits_at=[None, 0, 1]).logit_rows.tolist() == [3, 5]
+    nobody = Batch.of(parts, logits_at=[None, None, None]).logit_rows
+    assert (nobody.tolist(), nobody.dtype) == ([], torch.int64)
+
+
+@pytest.mark.parametrize("index", [3, -1])
+def test_logits_beyond_a_part_are_refused_because_they_would_be_a_neighbours(index):
+    with pytest.raises(ValueError, match="request 7 has 3 new tokens"):
+        Batch.of([(7, [12, 905, 33], 0), (4, [271], 57)], logits_at=[index, 0])
+
+
+def test_each_part_needs_an_entry_about_its_logits():
+    with pytest.raises(ValueError, match="zip"):
+        Batch.of([(7, [12, 905, 33], 0), (4, [271], 57)], logits_at=[0])
+
+
+def test_the_model_computes_a_batch_of_which_nobody_wants_logits():
+    network = tiny_model()
+    cache = kv_cache.ConcatKVCache(network.config.num_layers)
+    logits = network(Batch.of([(0, [5, 6, 7], 0), (1, [8], 0)], logits_at=[None, None]), cache)
+    assert logits.shape == (0, network.config.vocab_size)
+    after = network(Batch.of([(0, [9], 3)]), cache)[0]
+    torch.testing.assert_close(after, all_logits(network, [5, 6, 7, 9])[-1])
 
 
 def test_a_part_without_tokens_is_refused_because_it_has_no_last_row():

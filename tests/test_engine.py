@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import random
+import re
 
 import numpy as np
 import psutil
@@ -10,7 +12,8 @@ import pytest
 import torch
 from tiny_models import CHAT_TEMPLATE, CONTROL, save_tiny
 
-from llmfromscratch import LLM, SamplingParams, engine, kv_cache, sampling
+from llmfromscratch import LLM, SamplingParams, kv_cache, sampling
+from llmfromscratch import scheduler as schedulers
 from llmfromscratch.errors import CheckpointError, OutOfMemory, RequestError, TokenizerError
 
 END, OTHER_END, START = 2, 0, 1
@@ -544,6 +547,44 @@ def test_without_a_tokenizer_ids_still_work_and_text_says_what_to_do(tmp_path):
             attempt()
 
 
+# ---- construction ------------------------------------------------------------------------------------------------
+
+
+def test_the_tiny_checkpoint_has_the_control_tokens_that_these_tests_rely_on(llm):
+    assert [llm.tokenizer.decode([index], skip_special=False) for index in (OTHER_END, START, END)] == CONTROL
+    assert llm.config.context_length == CONTEXT
+
+
+@pytest.mark.parametrize("dtype", ["float32", torch.float16, "bfloat16"])
+def test_the_weights_are_of_the_dtype_asked_for(folder, dtype):
+    llm = LLM(folder, dtype=dtype, device="cpu")
+    wanted = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
+    assert {weight.dtype for weight in llm.model.parameters()} == {wanted}
+    assert len(llm.generate("x", SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3
+
+
+def test_a_tied_head_is_the_embedding_itself(llm):
+    assert llm.model.lm_head.weight.data_ptr() == llm.model.embed_tokens.weight.data_ptr()
+
+
+def test_budgets_place_the_layers_and_the_answer_stays_the_same(llm, folder):
+    params = SamplingParams(max_tokens=5)
+    assert LLM(folder, dtype="float64", device={"cpu": 1e9}).generate("x", params) == llm.generate("x", params)
+    with pytest.raises(OutOfMemory, match="budget"):
+        LLM(folder, dtype="float64", device={"cpu": 1000})
+
+
+def test_what_cannot_be_loaded_is_refused_in_our_own_words(folder, tmp_path):
+    with pytest.raises(RequestError, match="float8"):
+        LLM(folder, dtype="float8", device="cpu")
+    with pytest.raises(RequestError, match="toaster"):
+        LLM(folder, device="toaster")
+    with pytest.raises(CheckpointError):
+        LLM(tmp_path)
+    with pytest.raises(CheckpointError, match="no-such-model"):
+        LLM("no-such-model")
+
+
 # ---- memory ------------------------------------------------------------------------------------------------------
 
 
@@ -561,31 +602,33 @@ def all_given_back(llm: LLM, count: int) -> None:
 
 
 # Field case 13: two blocks of 4, a prompt of 8, 4 new tokens. The engine dies of it elsewhere.
-def test_a_request_that_outgrows_the_cache_is_aborted_with_the_numbers_and_the_others_go_on(folder):
-    llm = with_blocks(folder, 2)
+@pytest.mark.parametrize("scheduler", ["continuous", "static"])
+def test_a_request_that_outgrows_the_cache_is_aborted_with_the_numbers_and_the_others_go_on(folder, scheduler):
+    llm = with_blocks(folder, 2, scheduler=scheduler)
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     prompts = [[5, 6, 7], [9] * 8, [5, 6, 7], [8] * 9, [9, 9, 9, 9, 5]]
+    if scheduler == "static":  # takes memory for the whole answer at the beginning
+        prompts[4] = prompts[4][:4]
     fits, outgrows, again, never, after = llm.generate(prompts, params)
     assert [answer.finish_reason for answer in (fits, again, after)] == ["length"] * 3
     assert again.token_ids == fits.token_ids
     # 8 tokens fill both blocks; the first new token comes out of them, and has no room to be fed
-    assert (outgrows.finish_reason, len(outgrows.token_ids)) == ("abort", 1)
-    assert "needs 1 more blocks of 4 tokens; 0 of 2 are free" in outgrows.error
+    assert (outgrows.finish_reason, len(outgrows.token_ids)) == ("abort", 1 if scheduler == "continuous" else 0)
     assert (never.finish_reason, never.token_ids, never.text) == ("abort", [], "")
-    assert "needs 3 more blocks of 4 tokens; 2 of 2 are free" in never.error
     for answer in (outgrows, never):
+        assert f"a prompt of {len(answer.prompt_token_ids)} tokens, at most 4 more" in answer.error
+        assert "the whole cache holds 8" in answer.error
         assert "kv_cache_memory" in answer.error
-        assert "max_tokens" in answer.error
     roomy = LLM(folder, dtype="float64", device="cpu", kv_cache="none")
     for prompt, answer in ((prompts[0], fits), (prompts[4], after)):
         assert roomy.generate(prompt, params)[0].token_ids == answer.token_ids
-    assert roomy.generate(prompts[1], params)[0].token_ids[:1] == outgrows.token_ids
+    said = len(outgrows.token_ids)
+    assert roomy.generate(prompts[1], params)[0].token_ids[:said] == outgrows.token_ids
     all_given_back(llm, 2)
 
 
-def test_a_prompt_too_long_for_the_cache_is_refused_before_any_of_it_is_computed(folder, monkeypatch):
-    llm = with_blocks(folder, 4)
-    monkeypatch.setattr(engine, "_PREFILL_CHUNK", 3)
+def test_a_prompt_too_long_for_the_cache_is_refused_before_any_of_it_is_computed(folder):
+    llm = with_blocks(folder, 4, max_batch_tokens=3)
     batches = []
     handle = llm.model.register_forward_pre_hook(lambda _, inputs: batches.append(inputs[0]))
     answer = llm.generate([5] * 17, SamplingParams(max_tokens=2))[0]
@@ -594,33 +637,37 @@ def test_a_prompt_too_long_for_the_cache_is_refused_before_any_of_it_is_computed
     all_given_back(llm, 4)
 
 
-def test_a_stream_that_runs_out_of_memory_says_so_in_its_last_piece_and_its_neighbour_goes_on(folder):
+def test_streams_that_want_more_than_there_is_take_turns_and_say_what_they_say_alone(folder):
     llm = with_blocks(folder, 4)
     params = SamplingParams(max_tokens=8, ignore_eos=True)
-    alone = llm.generate([6, 6, 6, 6, 6], params)[0].token_ids
-    first, second = llm.stream([5] * 3, params), llm.stream([6] * 5, params)
-    said = [[next(stream)] for stream in (first, second)]
-    said[0] += list(first)  # 3 + 7 tokens fed: three blocks, and the second request holds two
-    said[1] += list(second)
-    assert said[0][-1].finish_reason == "abort"
-    assert "0 of 4 are free" in said[0][-1].error
-    assert [token for piece in said[1] for token in piece.token_ids] == alone
+    alone = [llm.generate(prompt, params)[0].token_ids for prompt in ([5] * 3, [6] * 5)]
+    # 3 + 7 tokens and 5 + 7 are fed: three blocks each, and there are four
+    streams = [llm.stream([5] * 3, params), llm.stream([6] * 5, params)]
+    together = [[next(stream)] for stream in streams]
+    for pieces, stream in zip(together, streams, strict=True):
+        pieces += stream
+    assert [[token for piece in pieces for token in piece.token_ids] for pieces in together] == alone
+    assert llm.metrics.preemptions > 0
     all_given_back(llm, 4)
 
 
-def test_a_static_cache_that_is_too_short_or_full_aborts_that_request_alone(folder):
+def test_who_finds_no_row_in_a_static_cache_waits_for_one(folder):
     llm = LLM(folder, dtype="float64", device="cpu", kv_cache="static", kv_cache_memory=CONTEXT * TOKEN_BYTES)
     assert len(llm.cache.free_rows) == 1
     params = SamplingParams(max_tokens=4, ignore_eos=True)
-    alone = llm.generate("first", params)[0].token_ids
+    alone = [llm.generate(prompt, params)[0] for prompt in ("first", "second")]
     stream = llm.stream("first", params)
     pieces = [next(stream)]
-    crowded = llm.generate("second", params)[0]
-    assert (crowded.finish_reason, crowded.token_ids) == ("abort", [])
-    assert "needs a row" in crowded.error
+    assert llm.generate("second", params)[0] == alone[1]
     pieces += stream
-    assert [token for piece in pieces for token in piece.token_ids] == alone
-    assert llm.generate("second", params)[0].finish_reason == "length"
+    assert [token for piece in pieces for token in piece.token_ids] == alone[0].token_ids
+
+
+@pytest.mark.parametrize("scheduler", ["continuous", "static"])
+def test_an_answer_that_would_not_fit_but_for_the_end_of_the_context_is_given(folder, scheduler):
+    llm = LLM(folder, dtype="float64", device="cpu", kv_cache="static", scheduler=scheduler)
+    answer = llm.generate([5] * 90, SamplingParams(max_tokens=50, ignore_eos=True))[0]
+    assert (len(answer.token_ids), answer.finish_reason) == (6, "length")
 
 
 def test_prompts_of_whole_blocks_sent_again_and_again_get_the_same_answer(folder):  # field case 11
@@ -644,13 +691,13 @@ def test_sharing_can_be_switched_off(folder):
 def test_a_shared_prompt_is_computed_once(folder):
     llm, fed = with_blocks(folder, 30), []
     llm.model.register_forward_pre_hook(lambda _, inputs: fed.append(len(inputs[0].token_ids)))
-    llm.generate([[*range(5, 30), tail] for tail in (40, 41)], SamplingParams(max_tokens=1))
+    for tail in (40, 41):
+        llm.generate([*range(5, 30), tail], SamplingParams(max_tokens=1))
     assert fed == [26, 26 - 24]
 
 
-def test_without_a_cache_the_whole_text_is_fed_for_every_token_and_never_in_chunks(folder, monkeypatch):
-    llm, fed = LLM(folder, dtype="float64", device="cpu", kv_cache="none"), []
-    monkeypatch.setattr(engine, "_PREFILL_CHUNK", 3)
+def test_without_a_cache_the_whole_text_is_fed_for_every_token_and_never_in_chunks(folder):
+    llm, fed = LLM(folder, dtype="float64", device="cpu", kv_cache="none", max_batch_tokens=3), []
     llm.model.register_forward_pre_hook(lambda _, inputs: fed.append(len(inputs[0].token_ids)))
     llm.generate([5] * 10, SamplingParams(max_tokens=3, ignore_eos=True))
     assert fed == [10, 11, 12]
@@ -736,42 +783,268 @@ def test_the_cache_is_paged_unless_another_is_asked_for(folder):
     assert {stored.dtype for stored in half.cache.storage} == {torch.bfloat16}
 
 
-# ---- construction ------------------------------------------------------------------------------------------------
+# ---- many at once ------------------------------------------------------------------------------------------------
 
 
-def test_the_tiny_checkpoint_has_the_control_tokens_that_these_tests_rely_on(llm):
-    assert [llm.tokenizer.decode([index], skip_special=False) for index in (OTHER_END, START, END)] == CONTROL
-    assert llm.config.context_length == CONTEXT
+def test_prompts_are_served_side_by_side_in_one_pass_a_step(llm):
+    passes = []
+    handle = llm.model.register_forward_pre_hook(lambda _, inputs: passes.append(len(inputs[0].spans)))
+    llm.generate(["a", "b", "c"], SamplingParams(max_tokens=4, ignore_eos=True))
+    handle.remove()
+    assert passes == [3, 3, 3, 3]
 
 
-@pytest.mark.parametrize("dtype", ["float32", torch.float16, "bfloat16"])
-def test_the_weights_are_of_the_dtype_asked_for(folder, dtype):
-    llm = LLM(folder, dtype=dtype, device="cpu")
-    wanted = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
-    assert {weight.dtype for weight in llm.model.parameters()} == {wanted}
-    assert len(llm.generate("x", SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3
+class OneAtATime(schedulers.ContinuousScheduler):
+    """A scheduler of one's own."""
+
+    def __init__(self, cache):
+        super().__init__(cache, max_requests=1)
 
 
-def test_a_tied_head_is_the_embedding_itself(llm):
-    assert llm.model.lm_head.weight.data_ptr() == llm.model.embed_tokens.weight.data_ptr()
+@pytest.mark.parametrize("scheduler", ["static", "continuous", None, OneAtATime])
+def test_any_scheduler_gives_the_same_answers(folder, llm, scheduler):
+    prompts = ["first", "second prompt", "3"]
+    each = [SamplingParams(max_tokens=9, temperature=heat, seed=1, ignore_eos=True) for heat in (0, 1, 0)]
+    alone = [llm.generate(prompt, params)[0] for prompt, params in zip(prompts, each, strict=True)]
+    other = LLM(folder, dtype="float64", device="cpu", scheduler=scheduler)
+    assert other.generate(prompts, each) == alone
+    kinds = {"static": schedulers.StaticScheduler, OneAtATime: OneAtATime}
+    assert type(other.core.scheduler) is kinds.get(scheduler, schedulers.ContinuousScheduler)
+    llm.use_scheduler(scheduler)
+    assert llm.generate(prompts, each) == alone
+    llm.use_scheduler()
 
 
-def test_budgets_place_the_layers_and_the_answer_stays_the_same(llm, folder):
-    params = SamplingParams(max_tokens=5)
-    assert LLM(folder, dtype="float64", device={"cpu": 1e9}).generate("x", params) == llm.generate("x", params)
-    with pytest.raises(OutOfMemory, match="budget"):
-        LLM(folder, dtype="float64", device={"cpu": 1000})
+def test_the_limits_of_the_scheduler_are_those_asked_for(folder):
+    llm = LLM(folder, device="cpu", max_requests=3, max_batch_tokens=17)
+    assert (llm.core.scheduler.max_requests, llm.core.scheduler.max_batch_tokens) == (3, 17)
+    llm.use_scheduler("static", max_requests=5)
+    assert llm.core.scheduler.max_requests == 5
+    llm.use_scheduler(max_batch_tokens=9)
+    passes = []
+    llm.model.register_forward_pre_hook(lambda _, inputs: passes.append(len(inputs[0].token_ids)))
+    llm.generate([5] * 30, SamplingParams(max_tokens=1))
+    assert passes == [9, 9, 9, 3]
 
 
-def test_what_cannot_be_loaded_is_refused_in_our_own_words(folder, tmp_path):
-    with pytest.raises(RequestError, match="float8"):
-        LLM(folder, dtype="float8", device="cpu")
-    with pytest.raises(RequestError, match="toaster"):
-        LLM(folder, device="toaster")
-    with pytest.raises(CheckpointError):
-        LLM(tmp_path)
-    with pytest.raises(CheckpointError, match="no-such-model"):
-        LLM("no-such-model")
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"scheduler": "dynamic"}, "scheduler is 'dynamic'; give"),
+        ({"scheduler": 3}, "scheduler is 3; give"),
+        ({"max_requests": 0}, "max_requests is 0; it must be a whole number"),
+        ({"max_requests": True}, "max_requests is True"),
+        ({"max_batch_tokens": 1.5}, "max_batch_tokens is 1.5"),
+        ({"max_batch_tokens": None}, "max_batch_tokens is None"),
+    ],
+)
+def test_limits_that_cannot_be_meant_are_refused_before_anything_is_loaded(tmp_path, llm, settings, sentence):
+    with pytest.raises(RequestError, match=sentence):
+        LLM(tmp_path / "nothing here", **settings)
+    with pytest.raises(RequestError, match=sentence):
+        llm.use_scheduler(**settings)
+
+
+def test_parts_are_not_exchanged_under_a_request(llm):
+    stream = llm.stream("Hi", LONG)
+    next(stream)
+    cache = llm.cache
+    with pytest.raises(RequestError, match="requests are in flight"):
+        llm.use_scheduler("static")
+    with pytest.raises(RequestError, match="requests are in flight"):
+        llm.cache = WatchedCache(llm.config.num_layers)
+    assert llm.cache is cache
+    stream.close()
+    llm.use_scheduler("static")
+    llm.use_scheduler()
+    assert llm.cache is cache
+
+
+def test_streams_interleaved_in_any_way_say_what_they_say_alone(llm):
+    prompts = ["first", "second one", "3"]
+    each = [SamplingParams(max_tokens=12, temperature=heat, seed=5, ignore_eos=True) for heat in (0, 1.2, 1.2)]
+    alone = [llm.generate(prompt, params)[0] for prompt, params in zip(prompts, each, strict=True)]
+    for order in range(8):
+        dice = random.Random(order)
+        streams = [llm.stream(prompt, params) for prompt, params in zip(prompts, each, strict=True)]
+        pieces = [[], [], []]
+        while unfinished := [i for i in range(3) if not pieces[i] or pieces[i][-1].finish_reason is None]:
+            chosen = dice.choice(unfinished)
+            pieces[chosen].append(next(streams[chosen]))
+        for said, answer in zip(pieces, alone, strict=True):
+            assert "".join(piece.text for piece in said) == answer.text
+            assert [token for piece in said for token in piece.token_ids] == answer.token_ids
+
+
+def test_generate_serves_a_stream_that_is_under_way_too_and_loses_none_of_its_pieces(llm):
+    params = SamplingParams(max_tokens=10, ignore_eos=True)
+    alone = llm.generate(["Hi", "there"], params)
+    stream = llm.stream("Hi", params)
+    pieces = [next(stream), next(stream)]
+    assert llm.generate("there", params) == alone[1:]
+    assert llm.cache.held == set()  # the stream's request has ended along the way
+    pieces += stream
+    assert "".join(piece.text for piece in pieces) == alone[0].text
+    assert pieces[-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize("dropped", range(3))
+def test_a_stream_dropped_among_others_frees_its_blocks_and_they_go_on(folder, dropped):
+    llm = with_blocks(folder, 40)
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    alone = [llm.generate(prompt, params)[0].token_ids for prompt in ("ab", "cde", "f")]
+    streams = [llm.stream(prompt, params) for prompt in ("ab", "cde", "f")]
+    said = [[next(stream)] for stream in streams]
+    free = llm.cache.num_free_blocks
+    streams[dropped] = iter([])  # the last reference goes
+    llm.cache.audit()
+    assert llm.cache.num_free_blocks > free
+    assert len(llm.cache.block_tables) == 2
+    for pieces, stream in zip(said, streams, strict=True):
+        pieces += stream
+    for number, pieces in enumerate(said):
+        tokens = [token for piece in pieces for token in piece.token_ids]
+        assert tokens == (alone[number][: len(tokens)] if number == dropped else alone[number])
+    assert (llm.metrics.aborted, llm.metrics.finished) == (1, 5)
+    all_given_back(llm, 40)
+
+
+def test_a_failing_pass_ends_the_requests_of_its_step_and_the_next_call_is_served(folder):
+    llm = with_blocks(folder, 40)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    expected = llm.generate(["a", "b"], params)
+    handle = llm.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    answers = llm.generate(["a", "b"], params)
+    handle.remove()
+    assert [answer.finish_reason for answer in answers] == ["abort"] * 2
+    assert all("ZeroDivisionError" in answer.error for answer in answers)
+    all_given_back(llm, 40)
+    assert llm.generate(["a", "b"], params) == expected
+
+
+def test_code_that_is_not_yet_written_is_no_request_s_fault_and_is_raised(folder):
+    llm = with_blocks(folder, 40)
+
+    def missing(*_):
+        raise NotImplementedError
+
+    handle = llm.model.layers[1].register_forward_pre_hook(missing)
+    with pytest.raises(NotImplementedError):
+        llm.generate("a")
+    with pytest.raises(NotImplementedError):
+        next(llm.stream("a"))
+    handle.remove()
+    all_given_back(llm, 40)
+
+
+@pytest.mark.parametrize("scheduler", ["continuous", "static"])
+def test_ctrl_c_at_any_call_leaves_the_llm_usable_and_the_cache_empty(folder, scheduler):
+    llm = with_blocks(folder, 40, scheduler=scheduler)
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    expected = llm.generate(["Hello", "you"], params)
+    left = [0]
+
+    def tick(*_):
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+
+    class Ticking(sampling.Sampler):
+        def sample(self, logits, params, stream):
+            tick()
+            return super().sample(logits, params, stream)
+
+    llm.sampler = Ticking()
+    for module in (llm.model, llm.model.layers[1], llm.model.lm_head):
+        module.register_forward_pre_hook(tick)
+    interrupted = 0
+    while True:
+        left[0] = interrupted + 1
+        bystander = llm.stream("bystander", params)
+        try:
+            pieces = [next(bystander)]
+            answers = llm.generate(["Hello", "you"], params)
+        except KeyboardInterrupt:
+            interrupted += 1
+            left[0] = 0
+            all_given_back(llm, 40)
+            assert [piece.finish_reason for piece in bystander][-1:] in ([], ["abort"], ["length"])  # it is over too
+            assert llm.generate(["Hello", "you"], params) == expected
+            continue
+        break
+    assert interrupted > 15
+    assert answers == expected
+    assert len(pieces) == 1
+
+
+def test_a_stream_under_way_is_told_that_an_interruption_ended_it(folder):
+    llm = with_blocks(folder, 40)
+    stream = llm.stream("bystander", LONG)
+    next(stream)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    handle = llm.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("Hello", LONG)
+    handle.remove()
+    last = list(stream)[-1]
+    assert (last.finish_reason, last.token_ids) == ("abort", [])
+    assert "KeyboardInterrupt" in last.error
+
+
+def test_a_completion_tells_what_its_request_went_through(llm):
+    llm.use_scheduler(max_requests=1)
+    first, second = llm.generate(["one", "two"], SamplingParams(max_tokens=5, ignore_eos=True))
+    for answer in (first, second):
+        assert (answer.metrics.tokens, answer.metrics.preemptions, answer.metrics.prefix_hits) == (5, 0, 0)
+        assert 0 <= answer.metrics.queue_time < answer.metrics.ttft
+        assert answer.metrics.tpot > 0
+    assert second.metrics.queue_time > first.metrics.ttft
+    assert (llm.metrics.finished, llm.metrics.tokens, llm.metrics.steps) == (2, 10, 10)
+    llm.use_scheduler()
+
+
+# ---- the progress bar --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Bars that show without delay."""
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    monkeypatch.setattr("llmfromscratch.engine._DELAY", 0.0)
+
+
+def test_a_short_call_shows_nothing(llm, capfd, monkeypatch):
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    llm.generate("x", SamplingParams(max_tokens=2))
+    llm.generate(["x", "y"], SamplingParams(max_tokens=2))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_several_prompts_show_how_many_are_done_and_the_tokens_per_second(llm, capfd, at_once):
+    llm.generate(["x", "y", "z"], SamplingParams(max_tokens=9, ignore_eos=True))
+    shown = capfd.readouterr().err
+    assert "answers: 100%" in shown
+    assert "3/3" in shown
+    speeds = [float(number) for number in re.findall(r"([0-9.]+) tokens/s", shown)]
+    assert speeds
+    assert min(speeds) > 0
+
+
+def test_one_long_answer_shows_a_bar_too(llm, capfd, at_once, monkeypatch):
+    llm.generate("x", SamplingParams(max_tokens=9, ignore_eos=True))
+    assert capfd.readouterr().err == ""  # it waits longer than several
+    monkeypatch.setattr("llmfromscratch.engine._DELAY_OF_ONE", 0.0)
+    llm.generate("x", SamplingParams(max_tokens=9, ignore_eos=True))
+    assert "1/1" in capfd.readouterr().err
+
+
+def test_the_bar_can_be_switched_off(llm, capfd, at_once, monkeypatch):
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    llm.generate(["x", "y", "z"], SamplingParams(max_tokens=9, ignore_eos=True))
+    assert capfd.readouterr() == ("", "")
 
 
 # ---- the real model ----------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import CACHES, VOCAB, all_logits, new_cache, ours, random_ids, save_tiny, transformers_model
 
-from llmfromscratch import LLM, SamplingParams, engine, kv_cache, model
+from llmfromscratch import LLM, SamplingParams, kv_cache, model
 from llmfromscratch.batch import Batch
 
 # in float64, so that no near tie can decide
@@ -290,9 +290,8 @@ def tiny_llms(tmp_path_factory) -> dict[str, LLM]:
 @given(prompt=PROMPTS, chunk=st.integers(1, 24))
 def test_the_engine_says_what_is_said_without_any_cache_in_any_chunks(tiny_llms, name, prompt, chunk):
     llm, params = tiny_llms[name], SamplingParams(max_tokens=STEPS, ignore_eos=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "_PREFILL_CHUNK", chunk)
-        answers = llm.generate([prompt, prompt], params)
+    llm.use_scheduler(max_batch_tokens=chunk)
+    answers = llm.generate([prompt, prompt], params)
     assert [answer.token_ids for answer in answers] == [anew(llm.model, prompt)[0]] * 2
 
 

@@ -94,6 +94,11 @@ WRONG = [
     ("seed", 2**63, "seed is 9223372036854775808"),
     ("seed", 1.5, "seed is 1.5"),
     ("seed", True, "seed is True"),
+    ("priority", 1.5, "priority is 1.5; it must be a whole number from -1000 to 1000."),
+    ("priority", 1001, "priority is 1001"),
+    ("priority", -(10**400), "priority is -1000"),
+    ("priority", True, "priority is True"),
+    ("priority", None, "priority is None"),
 ]
 
 

@@ -1,0 +1,88 @@
+"""What a request and an engine have been through, in numbers: for `Completion.metrics` and `LLM.metrics`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmfromscratch import scheduler
+from llmfromscratch.steps import StepRecord
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """One request's figures; times in seconds, None where it did not come so far.
+
+    queue_time: from arrival to the first step it took part in. ttft: to its first token. tpot: between two tokens after
+    the first, on average. tokens: generated. preemptions: how often it lost its memory. prefix_hits: tokens that were
+    in the cache already, counted anew each time it began.
+    """
+
+    queue_time: float | None
+    ttft: float | None
+    tpot: float | None
+    tokens: int
+    preemptions: int
+    prefix_hits: int
+
+    @classmethod
+    def of(cls, request: scheduler.Request) -> RequestMetrics:
+        """The figures of a request as it stands."""
+        return cls(
+            request.queue_time,
+            request.ttft,
+            request.tpot,
+            len(request.token_ids),
+            request.preemptions,
+            request.prefix_hits,
+        )
+
+
+@dataclass
+class EngineMetrics:
+    """An engine's figures: how it stands now, and totals since it was made.
+
+    running, waiting: requests now. blocks_used, blocks_total: of the cache, now; 0 where it has no blocks.
+    steps, busy_seconds: how many, and how long they took together; scheduling_seconds: the planning among it.
+    tokens: generated. finished, aborted, preemptions, prefix_hits: of all requests, as in `RequestMetrics`.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    blocks_used: int = 0
+    blocks_total: int = 0
+    steps: int = 0
+    busy_seconds: float = 0.0
+    scheduling_seconds: float = 0.0
+    tokens: int = 0
+    finished: int = 0
+    aborted: int = 0
+    preemptions: int = 0
+    prefix_hits: int = 0
+    useful_rows: int = 0  # requests that computed something of use, summed over the steps
+
+    @property
+    def batch_occupancy(self) -> float:
+        """Mean number of requests that a step computed something of use for; 0 before the first step."""
+        return self.useful_rows / self.steps if self.steps else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens per second of computing; 0 before the first step."""
+        return self.tokens / self.busy_seconds if self.busy_seconds else 0.0
+
+    def count_step(self, record: StepRecord, tokens: int) -> None:
+        """Takes in a step that is over and gave so many tokens."""
+        self.steps += 1
+        self.tokens += tokens
+        self.busy_seconds += record.end - record.start
+        self.scheduling_seconds += record.scheduling_seconds
+        self.preemptions += len(record.preempted)
+        self.useful_rows += sum(part.phase != "idle" for part in record.work)
+
+    def count_end(self, request: scheduler.Request) -> None:
+        """Takes in a request that has ended."""
+        if request.finish_reason == "abort":
+            self.aborted += 1
+        else:
+            self.finished += 1
+        self.prefix_hits += request.prefix_hits
