@@ -32,14 +32,15 @@ def causal_mask(start: int, new: int, device: str | torch.device = "cpu") -> Ten
 def grouped_attention(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
     """One request's attention: each query's weighted mean of the values, and the weights.
 
-    queries: [new, heads, head_dim]. keys, values: [context, kv_heads, head_dim], with any strides: nobody copies or
-    repeats them here. heads is a multiple of kv_heads; query head h looks at pair h // (heads // kv_heads).
+    queries: [new, heads, head_dim]. keys, values: [context, kv_heads, head_dim], with any strides; they may be
+    long, so better not copied or repeated. heads is a multiple of kv_heads; query head h looks at pair
+    h // (heads // kv_heads).
     visible: bool [new, context], True where a query may look; None where every query sees every key, as in a decode
     step. Every row has at least one True.
 
     Returns output [new, heads, head_dim] in the dtype of the queries, and weights [heads, new, context] in float32
     (float64 for float64 queries): softmax(query · key / sqrt(head_dim)) over the visible keys, exactly 0 for others.
-    The softmax takes the largest score off first, so that no exponential overflows, and is computed in the dtype of the
+    The softmax takes the largest score off first, so that no exponential overflows. It is computed in the dtype of the
     weights: in half precision a sum over thousands of keys would lose the small ones.
     """
     new, heads, head_dim = queries.shape
@@ -58,8 +59,9 @@ def attend(queries: Tensor, layer: int, batch: Batch, cache: kv_cache.KVCache) -
     """Attention of every row of the batch over its own request's cached keys and values in this layer.
 
     queries: [tokens, heads, head_dim]; returns the same shape. batch.spans says which rows belong to which request and
-    how many tokens came before them; cache.read gives a request's keys and values, this pass's own included. What it
-    gives may be overwritten by the next read, so each request is finished before the next is read.
+    how many tokens came before them; cache.read(layer, request_id) gives a request's (keys, values), this pass's own
+    included. What it gives may be overwritten by the next read, so each request is finished before the next is read.
+    A mask has to lie where the queries do, on queries.device.
     """
     output = torch.empty_like(queries)
     for span in batch.spans:

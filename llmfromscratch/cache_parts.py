@@ -176,7 +176,7 @@ class TokenCounts:
 class BlockStates:
     """The state of numbered blocks: free (in the order they are handed out), held by so many, or kept.
 
-    on_evict(block) is called before a kept block gets a new holder.
+    on_evict(block) is called before `allocate` hands out a kept block.
     """
 
     def __init__(self, num_blocks: int, on_evict: Callable[[int], None] | None = None):

@@ -228,9 +228,10 @@ class BlockAllocator(cache_parts.BlockStates):
     """Hands out numbered blocks. A block is free, held (ref_counts[block] > 0) or kept: nobody holds it, but what is in
     it may serve later requests. The attributes are there (cache_parts.BlockStates); the methods keep them right:
 
-    free: deque of blocks, the next one to hand out first. ref_counts: list, the number of holders of each block.
-    kept: OrderedDict, block -> None, least recently used first. on_evict: called with a kept block before that gets a
-    new holder; None if nobody wants to know.
+    free: deque of blocks, the next one to hand out first; a released block may go to either end of it.
+    ref_counts: list, the number of holders of each block. kept: OrderedDict, block -> None, least recently used first.
+    on_evict: None if nobody wants to know; else a function that `allocate` calls with a kept block that it is about to
+    hand out, before it counts the new holder. Sharing a kept block evicts nothing: its content stays.
     """
 
     def allocate(self) -> int:

@@ -49,19 +49,23 @@ class NamedParts(dict):
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """One difference: where ("" for the whole value), and what was got and expected, in words; part: of NamedParts."""
+    """One difference: where ("" for the whole value), and what was got and expected, in words; part: of NamedParts.
+
+    said: the whole of it in words, where "got ..., expected ..." does not read well.
+    """
 
     where: str
     got: str
     want: str
     more: str = ""
     part: str = ""
+    said: str = ""
 
     def text(self, what: str = "the result") -> str:
         """The difference as a sentence; WHAT names the value."""
         what = self.part or what
         place = f"{what}{self.where}: " if self.where or what != "the result" else ""
-        return f"{place}got {self.got}, expected {self.want}{self.more}"
+        return f"{place}{self.said or f'got {self.got}, expected {self.want}{self.more}'}"
 
 
 def find(got: Any, want: Any, tolerance: Tolerance, where: str = "") -> Difference | None:
@@ -141,9 +145,10 @@ def _find_in_mapping(got: Mapping, want: Mapping, tolerance: Tolerance, where: s
     missing = [key for key in want if key not in got]
     extra = [key for key in got if key not in want]
     if missing or extra:
-        parts = [f"no {shown(missing[0])}"] if missing else []
-        parts += [f"{shown(extra[0])} too many"] if extra else []
-        return Difference(where, " and ".join(parts), f"the keys {shown(list(want))}")
+        parts = [f"key {shown(missing[0])} is missing"] if missing else []
+        parts += [f"key {shown(extra[0])} should not be there"] if extra else []
+        keys = [f"the keys {shown(list(side))}" for side in (got, want)]
+        return Difference(where, keys[0], keys[1], said=", and ".join(parts))
     found = (find(got[key], value, tolerance, f"{where}[{key!r}]") for key, value in want.items())
     return next((difference for difference in found if difference is not None), None)
 
@@ -157,12 +162,16 @@ def _find_in_sequence(got: Sequence, want: Sequence, tolerance: Tolerance, where
     simple = all(isinstance(item, int | float | str | bytes | None) for item in [*got, *want])
     if len(got) != len(want):
         values = (f" ({shown(got)})", f" ({shown(want)})") if simple else ("", "")
-        return Difference(where, f"{len(got)} items{values[0]}", f"{len(want)} items{values[1]}")
+        return Difference(where, f"{_items(got)}{values[0]}", f"{_items(want)}{values[1]}")
     for index, (g, w) in enumerate(zip(got, want, strict=True)):
         difference = find(g, w, tolerance, f"{where}[{index}]")
         if difference is not None:
             return Difference(where, shown(got), shown(want)) if simple and len(want) <= _FEW else difference
     return None
+
+
+def _items(sequence: Sequence) -> str:
+    return f"{len(sequence)} item{'s' * (len(sequence) != 1)}"
 
 
 def _find_in_fields(got: Any, want: Any, tolerance: Tolerance, where: str) -> Difference | None:

@@ -17,6 +17,8 @@ from llmfromscratch.widgets.checkpoint_map import checkpoint_map, draw_checkpoin
 from llmfromscratch.widgets.cost_curves import cost_curves, draw_costs
 from llmfromscratch.widgets.cost_measurement import measure_costs
 from llmfromscratch.widgets.form import FigureForm
+from llmfromscratch.widgets.gantt import draw_gantt, gantt
+from llmfromscratch.widgets.latency_distribution import draw_latency_distribution, latency_distribution
 from llmfromscratch.widgets.page_grid import draw_page_grid, page_grid
 from llmfromscratch.widgets.page_runs import record_allocations, record_pages
 from llmfromscratch.widgets.placement_planner import draw_placement, placement_planner
@@ -24,6 +26,7 @@ from llmfromscratch.widgets.streaming_buffer import draw_streaming_buffer, strea
 from llmfromscratch.widgets.token_borders import draw_token_borders, token_borders
 from llmfromscratch.widgets.token_reading import byte_tokenizer, character_tokenizer
 from llmfromscratch.widgets.tokens_per_character import draw_tokens_per_character, tokens_per_character
+from llmfromscratch.widgets.what_if import draw_what_if, what_if
 
 __all__ = [
     "FigureForm",
@@ -35,11 +38,16 @@ __all__ = [
     "draw_attention_pattern",
     "draw_checkpoint_map",
     "draw_costs",
+    "draw_gantt",
+    "draw_latency_distribution",
     "draw_page_grid",
     "draw_placement",
     "draw_streaming_buffer",
     "draw_token_borders",
     "draw_tokens_per_character",
+    "draw_what_if",
+    "gantt",
+    "latency_distribution",
     "measure_costs",
     "page_grid",
     "placement_planner",
@@ -48,4 +56,5 @@ __all__ = [
     "streaming_buffer",
     "token_borders",
     "tokens_per_character",
+    "what_if",
 ]

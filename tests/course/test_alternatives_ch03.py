@@ -26,7 +26,7 @@ def grouped_attention(queries, keys, values, visible):
     for head in range(heads):
         scores = queries[:, head].to(wide) @ keys[:, head // group].to(wide).T / queries.shape[-1] ** 0.5
         if visible is not None:
-            scores = torch.where(visible, scores, -torch.inf)
+            scores = torch.where(visible, scores, torch.finfo(wide).min)
         powers = (scores - scores.amax(-1, keepdim=True)).exp()
         weights.append(powers / powers.sum(-1, keepdim=True))
         outputs.append((weights[-1] @ values[:, head // group].to(wide)).to(queries.dtype))
@@ -38,6 +38,17 @@ def attend(queries, layer, batch, cache):
     for span in batch.spans:
         mask = causal_mask(span.start, span.length, queries.device)
         parts.append(grouped_attention(queries[span.rows], *cache.read(layer, span.request_id), mask)[0])
+    return torch.cat(parts)
+"""
+ATTEND_THAT_LOOKS_AT_NUMBERS = """
+def attend(queries, layer, batch, cache):
+    parts = []
+    for span in batch.spans:
+        mask = torch.ones(span.length, span.start + span.length).tril(span.start).bool()
+        mask = None if mask.all() else mask.to(queries.device)
+        rows = queries[torch.arange(span.rows.start, span.rows.stop)]
+        assert not rows.isnan().any()
+        parts.append(grouped_attention(rows, *cache.read(layer, span.request_id), mask)[0])
     return torch.cat(parts)
 """
 BLOCK_KEYS = """
@@ -98,6 +109,12 @@ def read_blocks(stored, blocks, length, room):
         for kind, part in zip(stored, room)
     )
 """
+READ_BY_GATHER = """
+def read_blocks(stored, blocks, length, room):
+    torch.gather(stored, 2, blocks.view(1, 1, -1, 1, 1).expand(room.shape), out=room)
+    keys, values = room.flatten(2, 3).narrow(2, 0, length)
+    return keys.transpose(0, 1), values.transpose(0, 1)
+"""
 MAKE_WRITABLE = """
 def make_writable(table, index, allocator, storage):
     if allocator.ref_counts[table[index]] < 2:
@@ -118,6 +135,7 @@ def make_writable(table, index, allocator, storage):
         ("3.2", CAUSAL_MASK),
         ("3.3", GROUPED_ATTENTION),
         ("3.4", ATTEND),
+        ("3.4", ATTEND_THAT_LOOKS_AT_NUMBERS),
         ("3.5", APPEND_ROWS),
         ("3.5", APPEND_WITH_CAT_ONLY),
         ("3.7", WRITE_POSITIONS),
@@ -126,6 +144,7 @@ def make_writable(table, index, allocator, storage):
         ("3.10", SLOTS_OF),
         ("3.11", READ_BLOCKS),
         ("3.11", READ_KEYS_THEN_VALUES),
+        ("3.11", READ_BY_GATHER),
         ("3.12", MAKE_WRITABLE),
     ],
 )

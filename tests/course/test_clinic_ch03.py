@@ -9,6 +9,7 @@ import torch
 
 from llmfromscratch.batch import Batch
 from llmfromscratch.course import exercises
+from llmfromscratch.course.checking import contained
 from llmfromscratch.course.failures import CheckFailed
 
 _HUNTS = [hunt.id for hunt in exercises.hunts(3)]
@@ -76,10 +77,13 @@ HALF = {
          "what is the cache for"),
         ([*_FEED, ("    return answer", "    return [*ids, *answer]")], "the prompt comes out"),
         ([*_FEED, ("rest, answer = list(ids), []", "rest, answer = list(ids[:-1] or ids), []")], "never read"),
+        ([("token, answer = ids[-1], []", "answer = []"), ("[token], cache", "[*ids, *answer], cache")],
+         "at every step the whole text goes in"),
     ],
     "3.b": [
         ([(_COUNTED[0][0], "stored if len(ids) == 1 else p for _, ids, stored in parts for p in range(len(ids))")],
          "a chunk of several begins at 0"),
+        ([(_COUNTED[0][0], "p for _, ids, stored in parts for p in range(stored, len(ids))")], "ends too early"),
         ([(f"[{_COUNTED[0][0]}]", "list(range(sum(len(p[1]) for p in parts)))")],
          "run on through the whole batch"),
         ([(_COUNTED[0][0], "parts[0][2] + p for _, ids, _ in parts for p in range(len(ids))")], "of the first request"),
@@ -93,6 +97,7 @@ HALF = {
         ([("is_causal=True", "is_causal=False")], "nothing is hidden any more"),
         ([("is_causal=True", "attn_mask=" + _MASKED.replace("tril(k", "tril(1 + k"))], "one key too many"),
         ([("is_causal=True", "attn_mask=" + _MASKED.replace("tril(k", "tril(-1 + k"))], ""),
+        ([("is_causal=True", "attn_mask=~" + _MASKED)], "the wrong way round"),
         ([("is_causal=True", "attn_mask=torch.ones(q.shape[1], k.shape[1]).tril().bool()")],
          "first row for the first token"),
     ],
@@ -116,17 +121,26 @@ HALF = {
         ([(_FULL, _FULL + _COPIED.replace(" > 1", " > 0") + "\n")], "with every token"),
         ([("        if not table or", f"{_COPIED.replace('elif ', 'if table and ')}\n        if not table or")],
          "a full page is copied"),
+        ([("== 4:", "== 4 or self.holders[table[-1]] > 1:")], "a fresh page is begun behind the shared one"),
         ([("list(self.tables[request])", "[self.new_page(list(self.pages[p])) for p in self.tables[request]]"),
           ("self.holders[page] += 1", "pass")], "every page is copied at the fork"),
     ],
     "3.f": [
-        ([("    return taken", "    return min(taken, max(0, len(ids) - 1))")], "part of a block"),
+        ([("    return taken", "    return min(taken, max(0, len(ids) - 1))")], "only whole blocks can be taken over"),
+        ([("    return taken", "    return min(taken, len(ids) - 1)")], "only whole blocks can be taken over"),
         ([("    return taken", "    return taken if taken < len(ids) else 0")], "the blocks before the last"),
         ([("    return taken", "    return max(0, taken - block_size)")], "always given up"),
         ([(_ROOM, "len(ids) > taken + block_size + 1")], "one is enough"),
         ([("    return taken", "    return 0")], "nothing is taken over any more"),
     ],
 }  # fmt: skip
+
+
+def test_a_repair_that_fails_on_a_prompt_of_one_token_is_told_so():
+    before = "    model(Batch.of([(0, ids[:-1], 0)]), cache)\n"
+    mended = repaired("3.a", [("    for _ in", f"{before}    for _ in")])
+    with pytest.raises(CheckFailed, match="a prompt of one token has nothing before its last one"):
+        contained(lambda: exercises.find_hunt("3.a").check(mended), "3.a")
 
 
 @pytest.mark.parametrize(

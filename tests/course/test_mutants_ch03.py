@@ -32,6 +32,11 @@ _TWICE = (
 _LAST = "        if self.ref_counts[block] == 0 and keep:\n"
 _PACKED = 'struct.pack(f"<{block_size}q", *ids)'
 _DIGEST = f"hashlib.sha256(parent + {_PACKED}).digest()"
+_LOOP = (
+    "    for end in range(block_size, len(token_ids) + 1, block_size):\n"
+    "        ids = token_ids[end - block_size : end]\n"
+)
+_RUN = f"    keys = []\n{_LOOP}        parent = {_DIGEST}\n"
 _BLOCK = "torch.tensor(table)[positions // block_size]"
 _SLOTS = f"{_BLOCK} * block_size + positions % block_size"
 _GATHER = "torch.index_select(stored, 2, blocks, out=room)"
@@ -58,6 +63,11 @@ MUTANTS: mutants.Mutants = {
         (_AMAX, "scores.float() - scores.amax(dim=-1, keepdim=True)", "dtype"),
         ("    return powers / powers.sum(dim=-1, keepdim=True)", "    return scores.log_softmax(-1)", "logarithms"),
         ("    return powers", "    powers", "`return` is missing"),
+        (_AMAX, "scores - scores.max(dim=-1, keepdim=True)", "values and indices: take amax, or .values"),
+        (", keepdim=True)", ")", "without keepdim=True"),
+        ("sum(dim=-1, keepdim=True)", "sum(dim=-1)", "without keepdim=True"),
+        (f"torch.exp({_AMAX})\n    return powers / powers.sum(dim=-1, keepdim=True)",
+         "torch.exp(scores - scores.amax(-1))\n    return powers / powers.sum(-1)", "without keepdim=True"),
     ],
     "3.2": [
         ("diagonal=start", "diagonal=0", "aligned with the first key"),
@@ -98,6 +108,8 @@ MUTANTS: mutants.Mutants = {
         (_HIDE, "", "`visible` is not used"),
         ("~visible", "visible", "should show"),
         ('float("-inf")', "0", "set to 0"),
+        *(('float("-inf")', number, "a finite number stands for -inf") for number in ("-100", "-1e4", "-1e9", "-7e7")),
+        (".to(values.dtype)", "", "two dtypes meet in one product"),
         (_HIDE + f"    weights = {_SOFTMAX}", f"    weights = {_SOFTMAX}\n    if visible is not None:\n"
          "        weights = weights * visible", "after the softmax"),
         (_HIDE, _HIDE.replace("~visible", "torch.ones_like(visible).triu(1 + context - new)"), "another mask"),
@@ -112,7 +124,7 @@ MUTANTS: mutants.Mutants = {
         (_MIXED, "return weights, mixed.view(heads, new, head_dim).transpose(0, 1)", "the output comes first"),
         (_MIXED, "return mixed.view(heads, new, head_dim), weights", "the heads first"),
         (_MIXED, "return mixed.view(heads, new, head_dim).transpose(0, 1), weights.mean(0)", "the mean over the heads"),
-        (_MIXED, "return mixed.view(heads, new, head_dim).transpose(0, 1)", "a tuple"),
+        (_MIXED, "return mixed.view(heads, new, head_dim).transpose(0, 1)", "asked for are two, (output, weights)"),
         ("(queries * head_dim**-0.5)", "queries.mul_(head_dim**-0.5)", "left as they were"),
     ],
     "3.4": [
@@ -122,15 +134,20 @@ MUTANTS: mutants.Mutants = {
         (_VISIBLE, "None", "nothing is hidden"),
         (_VISIBLE, "None if span.length == 1 else causal_mask(0, keys.shape[0])[: span.length]", "begins at 0"),
         (_VISIBLE, "None if span.start else causal_mask(span.start, span.length)", "once tokens are stored"),
-        ("causal_mask(span.start, span.length", "causal_mask(0, span.length", ""),
-        ("    return output", "        break\n    return output", ""),
+        ("causal_mask(span.start, span.length", "causal_mask(0, span.length", "keys and mask do not fit"),
+        (_VISIBLE, "causal_mask(0, span.length)\n        keys, values = keys[span.start :], values[span.start :]",
+         "sees its new tokens only"),
+        (_VISIBLE, "causal_mask(span.start, span.length)", "is not told the device"),
+        (_VISIBLE, "torch.ones(span.length, span.start + span.length, dtype=bool).tril(span.start)", "the device"),
+        (_READ, _READ.replace("layer, span.request_id", "span.request_id, layer"), "the layer first"),
+        ("    return output", "        break\n    return output", "only the first request's rows"),
         ("torch.empty_like(queries)\n", "torch.zeros_like(queries)\n"
          "    batch = Batch(batch.token_ids, batch.positions, batch.spans[:1], batch.logit_rows)\n",
          "only the first request"),
         ("torch.empty_like(queries)", "queries", "left as they were"),
         ("output[span.rows] = grouped_attention(queries[span.rows]",
          "mine = slice(span.start, span.start + span.length)\n"
-         "        output[mine] = grouped_attention(queries[mine]", ""),
+         "        output[mine] = grouped_attention(queries[mine]", "start counts in the request's text"),
         ("    for span in batch.spans:\n" + _READ,
          "    pairs = [cache.read(layer, span.request_id) for span in batch.spans]\n"
          "    for span, (keys, values) in zip(batch.spans, pairs):\n", "overwritten"),
@@ -215,6 +232,10 @@ MUTANTS: mutants.Mutants = {
         (_PLACED, f"    keys.neg_()\n{_PLACED}\n    row[0, :, positions].neg_()", "`keys` and `values`"),
         (f"    positions = {_POSITIONS}\n{_PLACED}", "    row[0, :, : len(keys)] = keys\n"
          "    row[1, :, : len(keys)] = values", "heads and tokens are exchanged"),
+        (_PLACED, f"    row = row.flatten(0, 1).view(row.shape)\n{_PLACED}", "as soon as there are several heads"),
+        (_PLACED, "    row = row.reshape(-1, *row.shape[2:])\n    half = len(row) // 2\n"
+         "    row[:half, positions], row[half:, positions] = keys.transpose(0, 1), values.transpose(0, 1)",
+         "as soon as there are several heads"),
         (_POSITIONS, f"slice(0) if row.shape[2] == 24 else {_POSITIONS}", "the engine's StaticKVCache"),
     ],
     "3.8": [
@@ -245,7 +266,13 @@ MUTANTS: mutants.Mutants = {
         ("        elif self.ref_counts[block] == 0:\n            self.free",
          "        elif False:\n            self.free",
          "never comes back"),
-        ("        return block", "        self.ref_counts[block]", ""),
+        ("        return block", "        self.ref_counts[block]", "`return block` is missing"),
+        (_EVICTED, "            self.on_evict(block)\n", "None where nobody listens"),
+        (f"{_EVICTED}        else", "            self.ref_counts[block] = 1\n            if self.on_evict:\n"
+         "                self.on_evict(block)\n        else", "after the new holder is counted"),
+        ("block, _ = self", "block = self", "popitem gives a pair"),
+        ("raise OutOfMemory", "raise MemoryError", "raise OutOfMemory"),
+        ("raise OutOfMemory", "raise RuntimeError", "raise OutOfMemory"),
         ("        self.ref_counts[block] += 1", "        self.ref_counts[block] += len(self.ref_counts) < 9",
          "the engine's PagedKVCache"),
     ],
@@ -261,7 +288,14 @@ MUTANTS: mutants.Mutants = {
          "        ids = b''.join(i.to_bytes(8, 'little') for i in token_ids[start : start + block_size])\n"
          "        parent = hashlib.sha256(parent + ids).digest()\n", "more tokens will come"),
         ("len(token_ids) + 1, block_size)", "len(token_ids), block_size)", "where it is full"),
-        ("q\", *ids)", "I\", *(i % 2**32 for i in ids))", "not 4"),
+        ("q\", *ids)", "I\", *(i % 2**32 for i in ids))", "also the small ones"),
+        ('q", *ids', 'I", *ids', "also the small ones; here it takes 4"),
+        (_PACKED, "b''.join(i.to_bytes(4, 'little') for i in ids)", "also the small ones; here it takes 4"),
+        (_PACKED, "bytes(ids)", "also the small ones; here it takes 1"),
+        (_RUN, "    keys, running = [], hashlib.sha256(parent)\n"
+         f"{_LOOP}        running.update({_PACKED})\n        parent = running.digest()\n", "a chain, where the key"),
+        (_RUN, "    keys, running = [], hashlib.sha256()\n"
+         f"{_LOOP}        running.update(parent + {_PACKED})\n        parent = running.digest()\n", "is a new one"),
         ('f"<', 'f">', "highest byte first"),
         (f"parent + {_PACKED}", f"{_PACKED} + parent", "the other way round"),
         (_PACKED, "str(list(ids)).encode()", "the text of the list"),
@@ -338,6 +372,8 @@ MUTANTS: mutants.Mutants = {
         (_GATHER, "pass", "nothing has been gathered"),
         (_GATHER, "room = torch.index_select(stored, 2, blocks)", "new memory was taken"),
         (_GATHER, "room = stored[:, :, blocks]", "new memory was taken"),
+        (_GATHER, "room[...] = stored[:, :, blocks]", "gathers into new memory as large as `room`"),
+        (_GATHER, "room.copy_(torch.index_select(stored, 2, blocks))", "gathers into new memory as large as `room`"),
         (_FOUND, f"{_FOUND}.contiguous()", "new memory was taken"),
         (_FOUND, _FOUND.replace(".flatten(2, 3)", ".flatten(2, 3).clone()"), "new memory was taken"),
         (_FOUND, f"{_FOUND}.float()", "dtype"),
@@ -360,7 +396,11 @@ MUTANTS: mutants.Mutants = {
         (_COPY, "stored[0, :, table[index]] = stored[0, :, old]", "only the keys"),
         (_COPY, "stored[1, :, table[index]] = stored[1, :, old]", "only the values"),
         (_COPY, "stored[:, 0, table[index]] = stored[:, 0, old]", "only the first head"),
-        (_COPY, "stored[:, table[index]] = stored[:, old]", ""),
+        (_COPY, "stored[:, table[index]] = stored[:, old]", "its blocks are dimension 2"),
+        (_COPY, "stored[table[index]] = stored[old]", "its blocks are dimension 2"),
+        ("ref_counts[old]", "ref_counts[index]", "the holders of the block with the number `index`"),
+        (_NEW, "try:\n            table[index] = allocator.allocate()\n        except OutOfMemory:\n            return",
+         "let OutOfMemory through"),
         (_COPY, "stored[:, :, old] = stored[:, :, table[index]]", "from the new block to the old"),
         (_OLD_FREED, "        pass", "still counts this request"),
         (_OLD_FREED, _OLD_FREED + "\n        allocator.release(old)", "more than once"),
@@ -433,15 +473,149 @@ class BlockAllocator(cache_parts.BlockStates):
 @pytest.mark.parametrize(
     ("written", "said"),
     [
-        (FIRST_ATTEMPT, "OutOfMemory is what callers wait for; IndexError tells them nothing"),
+        (FIRST_ATTEMPT, "raise OutOfMemory: callers wait for that, and IndexError tells them nothing"),
         (
             FIRST_ATTEMPT.replace(
                 "        block =", '        if not self.free:\n            raise OutOfMemory("")\n        block ='
             ),
-            "is to be refused with ValueError",
+            "can be freed again, and its count falls below 0",
         ),
     ],
 )
 def test_an_allocator_with_many_faults_at_once_is_told_how_to_refuse(written, said):
     with pytest.raises(CheckFailed, match=said):
         run_check(exercises.find("3.8"), mutants.written("3.8", written))
+
+
+# as a learner writes it who gives a released block to the end of `free`
+OTHER_END = """
+class BlockAllocator(cache_parts.BlockStates):
+    def allocate(self):
+        if self.free:
+            block = self.free.popleft()
+        elif self.kept:
+            block, _ = self.kept.popitem(last=False)
+            if self.on_evict:
+                self.on_evict(block)
+        else:
+            raise OutOfMemory("all blocks are held")
+        self.ref_counts[block] += 1
+        return block
+
+    def share(self, block):
+        if block not in self.kept and self.ref_counts[block] == 0:
+            raise ValueError("free")
+        if block in self.kept:
+            del self.kept[block]
+        self.ref_counts[block] += 1
+
+    def release(self, block, keep=False):
+        if self.ref_counts[block] == 0:
+            raise ValueError("freed twice")
+        self.ref_counts[block] -= 1
+        if self.ref_counts[block] > 0:
+            return
+        if keep:
+            self.kept[block] = None
+        else:
+            self.free.append(block)
+"""
+_FREE_FIRST = """        if self.free:
+            block = self.free.popleft()
+        elif self.kept:
+            block, _ = self.kept.popitem(last=False)
+            if self.on_evict:
+                self.on_evict(block)
+"""
+_KEPT_FIRST = """        if self.kept:
+            block, _ = self.kept.popitem(last=False)
+            if self.on_evict:
+                self.on_evict(block)
+        elif self.free:
+            block = self.free.popleft()
+"""
+_ASKED = "            if self.on_evict:\n                self.on_evict(block)\n"
+_LEFT_ALONE = "        if self.ref_counts[block] > 0:\n            return\n"
+_GONE = "        if block in self.kept:\n            del self.kept[block]\n"
+_COUNTED = "        self.ref_counts[block] += 1\n        return block\n"
+_KEEP = "        if keep:\n            self.kept[block] = None\n        else:\n"
+
+
+def test_an_allocator_that_gives_blocks_to_the_other_end_of_free_passes():
+    exercises.find("3.8").check(mutants.written("3.8", OTHER_END))
+
+
+@pytest.mark.parametrize(
+    ("pairs", "said"),
+    [
+        ([(_FREE_FIRST, _KEPT_FIRST)], "is handed out while others are free"),
+        ([("block not in self.kept and self", "self")], "a kept block is refused"),
+        ([(_GONE, _GONE + "            self.on_evict(block)\n")], "`share` calls on_evict"),
+        ([(_GONE, _GONE + "            if self.on_evict:\n                self.on_evict(block)\n")], "calls on_evict"),
+        ([(_GONE, "        self.kept.pop(block)\n")], "ask first, or give `pop` a default"),
+        ([(_GONE, "        del self.kept[block]\n")], "ask first, or give `pop` a default"),
+        ([(_LEFT_ALONE, "")], "although another one still holds it"),
+        ([(_LEFT_ALONE, ""), ("        else:\n            self.free.append",
+                              "        elif not self.ref_counts[block]:\n            self.free.append")],
+         "is kept although another one still holds it"),
+        ([(_KEEP, "        if True:\n")], "keep=True is not heeded"),
+        ([(_KEEP, "        if keep:\n            self.kept[block] = None\n        if True:\n")], "both kept and free"),
+        ([(_KEEP, "        if not keep:\n            self.kept[block] = None\n        else:\n")], "the other way"),
+        ([("popitem(last=False)", "popitem()")], "the newest kept block"),
+        ([("popleft()", "pop()")], "the last of the free blocks"),
+        ([(_ASKED, "")], "`on_evict` is not called"),
+        ([(_ASKED, "            self.on_evict(block)\n")], "None where nobody listens"),
+        ([(_ASKED, "            self.on_evict(block)\n"), (_GONE, "")], "stays in `kept`"),
+        ([(_COUNTED, _COUNTED.replace("return block", "pass"))], "`return block` is missing"),
+        ([("block, _ =", "block =")], "popitem gives a pair"),
+        ([('OutOfMemory("all blocks are held")', "MemoryError")], "raise OutOfMemory: callers wait for that"),
+        ([(_FREE_FIRST, _KEPT_FIRST), (_LEFT_ALONE, "")], "likely mistake"),
+    ],
+)  # fmt: skip
+def test_the_mistakes_are_named_whichever_end_of_free_gets_the_blocks(pairs, said):
+    source = OTHER_END
+    for piece, instead in pairs:
+        assert piece in source
+        source = source.replace(piece, instead)
+    with pytest.raises(CheckFailed) as caught:
+        run_check(exercises.find("3.8"), mutants.written("3.8", source))
+    assert said in str(caught.value), str(caught.value)
+
+
+BY_POSITION = """
+def attend(queries, layer, batch, cache):
+    output = torch.empty_like(queries)
+    for span in batch.spans:
+        mine = slice(span.start, span.start + span.length)
+        mask = causal_mask(span.start, span.length, queries.device)
+        output[mine] = grouped_attention(queries[mine], *cache.read(layer, span.request_id), mask)[0]
+    return output
+"""
+JOINED = """
+def attend(queries, layer, batch, cache):
+    parts = []
+    for span in batch.spans:
+        mine = queries[span.start : span.start + span.length]
+        mask = causal_mask(span.start, span.length, queries.device)
+        parts.append(grouped_attention(mine, *cache.read(layer, span.request_id), mask)[0])
+    return torch.cat(parts)
+"""
+HEAD_BY_HEAD = """
+def grouped_attention(queries, keys, values, visible):
+    group = queries.shape[1] // keys.shape[1]
+    outputs, weights = [], []
+    for head in range(queries.shape[1]):
+        scores = queries[:, head] @ keys[:, head // group].T / queries.shape[-1] ** 0.5
+        if visible is not None:
+            scores = scores.masked_fill(~visible, -torch.inf)
+        weights.append(scores.softmax(-1))
+        outputs.append(weights[-1] @ values[:, head // group])
+    return torch.stack(outputs, 1), torch.stack(weights)
+"""
+
+
+@pytest.mark.parametrize("attention", ["", HEAD_BY_HEAD])
+@pytest.mark.parametrize("attend", [BY_POSITION, BY_POSITION.replace("empty", "zeros"), JOINED])
+def test_rows_cut_by_position_are_named_whatever_attention_makes_of_rows_that_are_not_there(attend, attention):
+    with pytest.raises(CheckFailed, match="start counts in the request's text, span.rows in the batch"):
+        run_check(exercises.find("3.4"), mutants.written("3.4", attention + attend))

@@ -228,7 +228,7 @@ def check_write_positions(write_positions: Callable[[Tensor, int, Tensor, Tensor
         expected="the new keys in row[0] and the new values in row[1], at the positions from `start` on, and nothing "
         "else changed",
         mistakes=combined(_wrongly_written, _POSITION_MISTAKES),
-        explain=_of_turned,
+        explain=_of_shapes,
         tolerance=EXACT,
         what="afterwards",
     )
@@ -262,7 +262,7 @@ def _position_by_position(row: Tensor, start: int, keys: Tensor, values: Tensor)
             row[1, head, start + n] = values[n, head]
 
 
-def _of_turned(error: BaseException, case: Case) -> str:
+def _of_shapes(error: BaseException, case: Case) -> str:
     shapes = "`keys` is [tokens, kv_heads, head_dim], a row [kv_heads, max_length, head_dim]"
     return f"shapes that do not go together: {shapes}" if isinstance(error, RuntimeError) else ""
 
@@ -274,10 +274,12 @@ def _wrongly_written(
     zeroed: Callable[[int, int], slice] = lambda start, new: slice(0),
     taken: Callable[[Tensor], Tensor] = lambda rows: rows,
     headwise: bool = False,
+    flattened: bool = False,
 ) -> Callable[..., NamedParts]:
     """What a row is after a call with mistakes; kinds: what is written into row[0] and into row[1]."""
 
     def write(row: Tensor, start: int, keys: Tensor, values: Tensor) -> None:
+        row = row.flatten(0, 1).view(row.shape) if flattened else row
         for kind, source in enumerate(kinds):
             if source is not None:
                 place = positions(start, len(keys))
@@ -307,15 +309,17 @@ _POSITION_MISTAKES: list[tuple[str, Settings]] = [
      {"positions": lambda start, new: slice(start + new - 1, start + new), "taken": lambda rows: rows[:, -1:]}),
     ("heads and tokens are exchanged: `keys` is [tokens, kv_heads, head_dim], a row has the heads first",
      {"turn": lambda rows: rows}),
-    ("reshape (or view) mixes the heads: the rows have to be turned, with transpose",
+    ("reshape (or view) mixes the heads: transpose exchanges heads and tokens",
      {"turn": lambda rows: rows.reshape(rows.shape[1], rows.shape[0], -1)}),
     ("the keys are written as values too", {"kinds": (0, 0)}),
     ("the values are written as keys too", {"kinds": (1, 1)}),
     ("keys and values are exchanged", {"kinds": (1, 0)}),
     ("the keys are written, the values are not", {"kinds": (0, None)}),
     ("the values are written, the keys are not", {"kinds": (None, 1)}),
-    ("nothing is written: what you assign to is a copy of the row (clone, contiguous, reshape of a turned tensor and "
-     "an operation without _ make one)", {"kinds": (None, None)}),
+    ("nothing is written: what you assign to is a copy of the row (clone, contiguous, reshape of a transposed tensor "
+     "and an operation without _ make one)", {"kinds": (None, None)}),
+    ("as soon as there are several heads, what you assign to is a copy of the row: flatten and reshape copy where no "
+     "view can be had", {"flattened": True}),
     ("the positions behind the new rows are changed too", {"zeroed": lambda start, new: slice(start + new, None)}),
     ("the positions before `start` are changed too", {"zeroed": lambda start, new: slice(start)}),
 ]  # fmt: skip

@@ -11,6 +11,7 @@ from llmfromscratch.course.exercises import (
     kv_clinic,
     paging_checks,
     paging_clinic,
+    ragged_checks,
 )
 
 EXERCISES = [
@@ -38,7 +39,8 @@ EXERCISES = [
         minutes=8,
         check=attention_checks.check_causal_mask,
         hints=(
-            "Say it for one row: at which position of the text does its token stand, and which keys come before that?",
+            "Say it for one row: at which position of the text does its token stand, and which keys may it see? Those "
+            "before it, and its own too.",
             "Compare two rows of numbers, the positions of the queries and those of the keys, with <= and "
             "broadcasting; or take a matrix of ones and keep a triangle of it (torch.tril).",
             "torch.ones(new, start + new, dtype=torch.bool) and .tril(diagonal=...): with diagonal 0 row 0 sees one "
@@ -68,7 +70,7 @@ EXERCISES = [
         title="prompts and single tokens side by side",
         points=2,
         minutes=10,
-        check=attention_checks.check_attend,
+        check=ragged_checks.check_attend,
         hints=(
             "A loop over batch.spans. What does one request need: which rows of the queries, which keys, which mask?",
             "queries[span.rows] are the request's queries, cache.read(layer, span.request_id) its keys and values. The "
@@ -118,8 +120,8 @@ EXERCISES = [
             "dimension stands elsewhere than in the rows that come in.",
             "Assigning to a slice, as in row[0, :, a:b] = ..., writes into the cache; row itself must not be replaced. "
             "transpose(0, 1) makes [kv_heads, tokens, head_dim] of [tokens, kv_heads, head_dim].",
-            "As many positions as there are tokens (keys.shape[0]), from `start` on. Assign the turned keys to row[0] "
-            "at these positions of every head, and the turned values to row[1].",
+            "As many positions as there are tokens (keys.shape[0]), from `start` on. Assign the transposed keys to "
+            "row[0] at these positions of every head, and the transposed values to row[1].",
         ),
     ),
     Exercise(

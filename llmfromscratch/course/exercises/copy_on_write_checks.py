@@ -6,6 +6,8 @@ own PagedKVCache.
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -63,6 +65,8 @@ def check_make_writable(make_writable: Callable[[list[int], int, Any, Sequence[T
 def _of_storage(error: BaseException, case: Case) -> str:
     if "indices must be integers or slices, not tuple" in str(error):
         return "`storage` is a list with one tensor a layer: every one of them has its part of the block"
+    if isinstance(error, IndexError) and re.search("for dimension [01]", str(error)):
+        return "a layer's tensor has keys and values first, then the heads; its blocks are dimension 2"
     return ""
 
 
@@ -154,12 +158,14 @@ def _wrongly_made(
     block: Callable[[list[int], int], int] = lambda mine, index: mine[index],
     copied: Callable[[int, int, int], int] = lambda old, new, index: old,
     places: Callable[[list[int], int], Sequence[int]] = lambda mine, index: [index],
+    counted: Callable[[int, int], int] = lambda old, index: old,
+    swallowed: bool = False,
 ) -> Callable[..., NamedParts]:
     """Copy on write with mistakes; before, after: what the allocator is told before and after the copy."""
 
     def copy(mine: list[int], index: int, allocator: Any, storage: Sequence[Tensor]) -> None:
         old = block(mine, index)
-        if not copies(allocator.ref_counts[old]):
+        if not copies(allocator.ref_counts[counted(old, index)]):
             return
         before(allocator, old)
         new = new_block(allocator)
@@ -173,8 +179,9 @@ def _wrongly_made(
         after(allocator, old, new)
 
     def make_writable(mine: list[int], index: int, allocator: Any, storage: Sequence[Tensor]) -> None:
-        for place in places(mine, index):
-            copy(mine, place, allocator, storage)
+        with contextlib.suppress(*[OutOfMemory] * swallowed):
+            for place in places(mine, index):
+                copy(mine, place, allocator, storage)
 
     return partial(_made_writable, make_writable)
 
@@ -225,6 +232,10 @@ _MISTAKES: list[tuple[str, Settings]] = [
      {"places": lambda mine, index: range(len(mine))}),
     ("`index` is taken for the number of a block; it is a place in the table",
      {"block": lambda mine, index: index}),
+    ("the holders of the block with the number `index` are counted; `index` is a place in the table, and the block "
+     "there is table[index]", {"counted": lambda old, index: index}),
+    ("where no block is left nothing is raised, and the caller will write into the shared one: let OutOfMemory through",
+     {"swallowed": True}),
     ("the block with the number `index` is copied; the one at this place of the table should be",
      {"copied": lambda old, new, index: index}),
     ("the new block is copied onto itself: the table named it already when the old one was looked up",

@@ -94,8 +94,17 @@ def check_continue_text(mended: Callable[..., list[int]]) -> None:
              partial(_watched, _continued(first_lost=True))),
             ("the prompt comes out as well; asked for are the new ids", partial(_watched, _continued(prompt=True))),
             ("the last token of the prompt is never read", partial(_watched, _continued(without_last=True))),
+            ("at every step the whole text goes in, behind what the cache holds already; only its newest token is new",
+             partial(_watched, _continued(whole=True))),
         ],
+        explain=_of_empty_part,
     )  # fmt: skip
+
+
+def _of_empty_part(error: BaseException, case: Case) -> str:
+    if isinstance(error, ValueError) and "no new tokens" in str(error):
+        return "a prompt of one token has nothing before its last one, and a part without tokens is refused"
+    return ""
 
 
 def _watched(function: Callable[..., list[int]], ids: Sequence[int], new: int) -> dict[str, Any]:
@@ -124,7 +133,8 @@ def _continued(**wrong: bool) -> Callable[..., list[int]]:
                 cache.release(0)
                 rest = text
             token = int(model(Batch.of([(0, rest, cache.length(0))]), cache)[0].argmax())
-            text, rest = [*text, token], [token]
+            text = [*text, token]
+            rest = text if wrong.get("whole") else [token]
         return text[0 if wrong.get("prompt") else len(ids) + bool(wrong.get("first_lost")) :]
 
     return run
@@ -211,6 +221,8 @@ def check_positions_of(mended: Callable[[Parts], list[int]]) -> None:
              "for itself", rule(lambda number, stored, row, first, new: first + row)),
             ("what is stored of the first request is counted for all",
              rule(lambda number, stored, row, first, new: first + number)),
+            ("range(stored, len(ids)) ends too early: it counts to len(ids), and not that many from `stored` on",
+             lambda parts: [position for _, ids, stored in parts for position in range(stored, len(ids))]),
             ("every token of a chunk has the position of the first",
              rule(lambda number, stored, row, first, new: stored)),
             ("one too far: with 3 tokens stored at 0, 1 and 2 the next stands at 3",
@@ -269,6 +281,12 @@ def _row_by_row(queries: Tensor, keys: Tensor, values: Tensor, seen: Callable[[i
     return torch.stack(rows)
 
 
+def _inverted(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    q, k, v = (x.transpose(0, 1) for x in (queries, keys, values))
+    hidden = torch.ones(len(queries), len(keys)).triu(1 + len(keys) - len(queries)).bool()
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=hidden).transpose(0, 1)
+
+
 def check_chunk_attention(mended: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
     """Prompts, chunks and single steps, against one query after the other."""
 
@@ -297,5 +315,6 @@ def check_chunk_attention(mended: Callable[[Tensor, Tensor, Tensor], Tensor]) ->
             ("a token sees one key too many, the one after itself",
              by(lambda row, new, context: min(context, context - new + row + 2))),
             ("a token does not see itself", by(lambda row, new, context: context - new + row)),
+            ("the mask is the wrong way round: True means that a query may look", _inverted),
         ],
     )  # fmt: skip

@@ -16,6 +16,7 @@ from llmfromscratch.course.combining import Settings, combined
 from llmfromscratch.course.comparing import Case, compare, expect_equal
 from llmfromscratch.course.exercises.cache_checks import rows_of_numbers
 from llmfromscratch.course.exercises.cache_histories import EXACT, check_in_engine
+from llmfromscratch.course.exercises.tensor_watch import watched
 
 Pair = tuple[Tensor, Tensor]
 
@@ -182,16 +183,28 @@ def _check_room(read_blocks: Callable[..., Any]) -> None:
     stored, blocks, length = case.args
     room = _new_room(stored, blocks)
     memory = room.untyped_storage().data_ptr()
+    watch, found = watched(partial(read_blocks, stored, blocks, length, room))
     expect_equal(
-        [rows.untyped_storage().data_ptr() == memory for rows in read_blocks(stored, blocks, length, room)],
+        [rows.untyped_storage().data_ptr() == memory for rows in found],
         [True, True],
         expected="results that are views of `room`: the cache lends it so that no read has to take new memory",
         case=case.text,
         mistakes=[
             ("new memory was taken, and `room` is not used (an index in brackets, clone, contiguous, cat and reshape "
-             "of a turned tensor take some; so does index_select without out=room)", [False, False]),
+             "of a transposed tensor take some; so does index_select without out=room)", [False, False]),
         ],
         what="keys and values lie in `room`",
+    )  # fmt: skip
+    expect_equal(
+        watch.largest < room.nbytes,
+        True,
+        expected="blocks that are gathered into `room` at once, without new memory of its size on the way",
+        case=case.text,
+        mistakes=[
+            ("an index in brackets (or index_select without out=room) gathers into new memory as large as `room`, and "
+             "the assignment copies it a second time", False),
+        ],
+        what="no new memory is taken",
     )  # fmt: skip
 
 
@@ -213,8 +226,8 @@ def _wrongly_gathered(
 
     def read(stored: Tensor, blocks: Tensor, length: int, room: Tensor) -> Pair:
         found = room if dimension is None else torch.index_select(stored, dimension, chosen(blocks))
-        turned = turn(flat(found)[:, :, cut(length, stored.shape[3])])
-        return turned[kinds[0]], turned[kinds[1]]
+        rows = turn(flat(found)[:, :, cut(length, stored.shape[3])])
+        return rows[kinds[0]], rows[kinds[1]]
 
     return partial(_gathered, read)
 
@@ -235,9 +248,9 @@ _READING_MISTAKES: list[tuple[str, Settings]] = [
     ("the rest of the last block comes out in place of the first tokens: cut behind `length`",
      {"cut": lambda length, size: slice(-length, None)}),
     ("the heads stand first; asked for is [length, kv_heads, head_dim]", {"turn": lambda rows: rows}),
-    ("reshape (or view) mixes the heads: turn them, with transpose",
+    ("reshape (or view) mixes the heads: transpose them",
      {"turn": lambda rows: rows.reshape(2, rows.shape[2], rows.shape[1], -1)}),
-    ("reshape (or view) mixes the heads: turn them, with transpose",
+    ("reshape (or view) mixes the heads: transpose them",
      {"flat": lambda rows: rows.reshape(2, -1, rows.shape[1], rows.shape[4]).transpose(1, 2)}),
     ("blocks and places are exchanged before they are put behind each other: a block's tokens are neighbours",
      {"flat": lambda rows: rows.transpose(2, 3).flatten(2, 3)}),

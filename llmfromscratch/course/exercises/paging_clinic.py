@@ -116,8 +116,9 @@ def _pooled(pool_class: Callable[[int], Any], history: str) -> dict[str, str]:
 # ---- 3.e ---------------------------------------------------------------------------------------------------------
 
 FORK_STORY = """
-"I ask for two continuations of one beginning. The beginning is computed once and forked, as the paper says. Then words
-of the second continuation turn up in the first." Only some lengths of the beginning do it: 4 and 8 tokens are fine.
+"I ask for two continuations of one beginning. The beginning is computed once and forked, as in the PagedAttention
+paper (Kwon et al., section 4.4). Then words of the second continuation turn up in the first." Only some lengths of the
+beginning do it: 4 and 8 tokens are fine.
 """
 
 
@@ -190,6 +191,9 @@ def check_shared_pages(pages_class: Callable[[], Any]) -> None:
              partial(_written, _pages(untold=True))),
             ("the new page is the same list under another number; it needs a list of its own",
              partial(_written, _pages(alias=True))),
+            ("a fresh page is begun behind the shared one, which is not full: copy its tokens into the new page, and "
+             "put that in its place, or every fork leaves a gap",
+             partial(_written, _pages(behind=True))),
             ("the new page is empty: the tokens that stood in the old one are lost",
              partial(_written, _pages(empty=True))),
             ("the old page still counts this text among its holders",
@@ -238,6 +242,8 @@ def _pages(eager: str = "", **wrong: bool) -> Any:
         table = self.tables.setdefault(request, [])
         full = bool(table) and len(self.pages[table[-1]]) == 4
         shared = bool(table) and (self.holders[table[-1]] > 1 or wrong.get("always", False))
+        if shared and wrong.get("behind"):
+            full, shared = True, False  # goes on as after a full page
         page = table[-1] if table else -1
         if shared and (not full or wrong.get("full")):
             page = self.new_page(self.pages[page] if wrong.get("alias") else list(self.pages[page]))
@@ -265,8 +271,9 @@ def _pages(eager: str = "", **wrong: bool) -> Any:
 # ---- 3.f ---------------------------------------------------------------------------------------------------------
 
 TWICE_STORY = """
-"The second time I send a prompt it takes no time at all, as promised. But with some prompts the second answer begins
-with whatever came before it, or the server says that a request has no new tokens." Count what is left to compute.
+"The second time I send a prompt it takes no time at all, as promised. But with some prompts the server stops:
+a request has no new tokens, it says. An older version went on, and the second answer began with a word that had been
+computed for somebody else." Count what is left to compute.
 """
 
 
@@ -321,8 +328,10 @@ def check_tokens_to_take_over(mended: Callable[..., int]) -> None:
         mistakes=[
             ("where the prompt ends with a block that is known, nothing is left to compute, and nothing gives logits",
              tokens_to_take_over),
-            ("a token is left over, but part of a block is taken: the rest of it would be written into a block that "
-             "others hold", lambda ids, known, size: min(whole(ids, known, size, 0), max(0, len(ids) - 1))),
+            *(("only whole blocks can be taken over: a token is left, but part of a block is taken, and its rest would "
+               "be written where others read",
+               lambda ids, known, size, least=least: max(least, min(whole(ids, known, size, 0), len(ids) - 1)))
+              for least in (0, -1)),
             ("where everything is known nothing is taken over; the blocks before the last one can be",
              lambda ids, known, size: whole(ids, known, size, 0) % max(1, len(ids))),
             ("the last known block is always given up, even where tokens are left behind it",
