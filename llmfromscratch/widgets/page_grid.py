@@ -34,12 +34,12 @@ def page_grid(history: PageHistory, step: int | None = None) -> FigureForm:
     """The grid with its controls: the moment, and a request whose table is followed through the blocks.
 
     history: as `page_runs.record_pages` or `page_runs.record_allocations` give it. step: where the slider starts, the
-    number of an event; the last one if not given.
+    number of an event; the last one if not given, or if the run ended before.
     """
     last = len(history.snapshots) - 1
     requests = {"nobody": "", **{f"request {name}": name for name in history.requests}}
     controls: list[Control] = [
-        Slider("step", "After event", 0, last, last if step is None else step),
+        Slider("step", "After event", 0, last, last if step is None else min(step, last)),
         Choice("follow", "Follow the table of", requests, ""),
     ]
 

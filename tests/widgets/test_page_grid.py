@@ -223,6 +223,12 @@ def test_what_is_wrong_with_an_allocator_is_said(allocator, said):
     assert page_grid(history, first).png() != page_grid(record_allocations(), first).png()
 
 
+def test_a_run_that_ended_before_the_asked_event_is_shown_at_its_end():
+    history = record_allocations(NotWritten)
+    assert page_grid(history, step=14).text() == page_grid(history).text()
+    assert "allocate is not yet written" in page_grid(history, step=14).text()
+
+
 def test_a_broken_allocator_under_a_real_cache_shows(network):
     history = record_pages(network, allocator_class=Uncounted)
     problems = [problem for shot in history.snapshots for problem in shot.problems]
