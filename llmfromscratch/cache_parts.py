@@ -6,8 +6,9 @@ Nothing here decides how a cache works, so chapter 3 gives it to the learner as 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from llmfromscratch.batch import Batch, Span
 from llmfromscratch.config import ModelConfig
 
+Made = TypeVar("Made")
 Devices = str | torch.device | Sequence[str | torch.device]
 
 
@@ -230,22 +232,29 @@ class Gathers:
     """
 
     def __init__(self) -> None:
-        self._indices: dict[tuple[int, int, torch.device], slice | Tensor] = {}
+        self._made: dict[Hashable, Any] = {}
         self._buffers: dict[torch.device, Tensor] = {}
 
     def clear(self) -> None:
         """Block tables have changed, or a new pass begins."""
-        self._indices.clear()
+        self._made.clear()
+
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """What `make` gives: made for the first layer of a pass that asks under this key, the same for the others."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
     def index(self, table: Sequence[int], request_id: int, num_blocks: int, device: torch.device) -> slice | Tensor:
         """The first blocks of a request's table: a slice if they are neighbours in memory, else int64 [num_blocks]."""
-        key = (request_id, num_blocks, device)
-        if key not in self._indices:
+
+        def look_up() -> slice | Tensor:
             first = table[0] if num_blocks else 0
             run = list(range(first, first + num_blocks))
             blocks = list(table[:num_blocks])
-            self._indices[key] = slice(first, first + num_blocks) if blocks == run else torch.tensor(blocks).to(device)
-        return self._indices[key]
+            return slice(first, first + num_blocks) if blocks == run else torch.tensor(blocks).to(device)
+
+        return self.once((request_id, num_blocks, device), look_up)
 
     def room(self, stored: Tensor, num_blocks: int) -> Tensor:
         """[2, kv_heads, num_blocks, block_size, head_dim] of the dtype and device of `stored`, to be overwritten."""

@@ -16,7 +16,7 @@ cache. It wins from two requests on, and most where contexts are short. Prompts,
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeGuard
 
 import torch
@@ -33,13 +33,43 @@ def applies(cache: kv_cache.KVCache, batch: Batch) -> TypeGuard[kv_cache.PagedKV
     return isinstance(cache, kv_cache.PagedKVCache) and sum(span.length == 1 for span in batch.spans) > 1
 
 
+@dataclass(frozen=True)
+class Group:
+    """Requests that are attended to together; the same for every layer of a pass.
+
+    rows: int64 [requests], where their queries stand. blocks: int64 [requests * blocks of the longest], their tables
+    behind each other, filled up with any block. hidden: bool [requests, width], True behind a request's newest token;
+    padding: where that is in the flattened width, int64.
+    """
+
+    rows: Tensor
+    blocks: Tensor
+    hidden: Tensor
+    padding: Tensor
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], cache: kv_cache.PagedKVCache, device: torch.device) -> Group:
+        """The group of these decode steps."""
+        widest = -(-max(span.start + 1 for span in spans) // cache.block_size)
+        tables = [cache.block_tables[span.request_id][:widest] for span in spans]
+        blocks = [block for table in tables for block in [*table, *[0] * (widest - len(table))]]
+        lengths = torch.tensor([span.start + 1 for span in spans], device=device)
+        hidden = torch.arange(widest * cache.block_size, device=device) >= lengths[:, None]
+        rows = torch.tensor([span.first_row for span in spans], device=device)
+        return cls(rows, torch.tensor(blocks, device=device), hidden, hidden.flatten().nonzero().flatten())
+
+
 def attend(queries: Tensor, layer: int, batch: Batch, cache: kv_cache.PagedKVCache) -> Tensor:
     """As `attention.attend`: queries [tokens, heads, head_dim] over each row's own request; same shape."""
     others = tuple(span for span in batch.spans if span.length > 1)
     output = attention.attend(queries, layer, replace(batch, spans=others), cache)
-    for group in groups([span for span in batch.spans if span.length == 1]):
-        rows = torch.tensor([span.first_row for span in group], device=queries.device)
-        output[rows] = _attend_group(queries[rows], layer, group, cache)
+
+    def plan() -> list[Group]:
+        alone = [span for span in batch.spans if span.length == 1]
+        return [Group.of(spans, cache, queries.device) for spans in groups(alone)]
+
+    for group in cache.gathers.once((batch.spans, queries.device), plan):
+        output[group.rows] = _attend_group(queries[group.rows], layer, group, cache)
     return output
 
 
@@ -55,34 +85,28 @@ def groups(spans: Sequence[Span]) -> Iterator[list[Span]]:
         yield group
 
 
-def _attend_group(queries: Tensor, layer: int, group: Sequence[Span], cache: kv_cache.PagedKVCache) -> Tensor:
+def _attend_group(queries: Tensor, layer: int, group: Group, cache: kv_cache.PagedKVCache) -> Tensor:
     """queries: [requests, heads, head_dim], one a request; returns the same shape."""
     requests, heads, head_dim = queries.shape
-    keys, values, hidden = read_padded(layer, group, cache)
+    keys, values = read_padded(layer, group, cache)
     kv_heads, width = keys.shape[0], keys.shape[2]
     grouped = (queries * head_dim**-0.5).view(requests, kv_heads, -1, head_dim).transpose(0, 1).flatten(0, 1)
     scores = torch.bmm(grouped, keys.flatten(0, 1).transpose(1, 2)).view(kv_heads, requests, -1, width)
-    scores.masked_fill_(hidden[:, None], float("-inf"))
+    scores.masked_fill_(group.hidden[:, None], float("-inf"))
     weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
     mixed = torch.bmm(weights.to(values.dtype).flatten(0, 1), values.flatten(0, 1))
     return mixed.view(kv_heads, requests, -1, head_dim).transpose(0, 1).reshape(requests, heads, head_dim)
 
 
-def read_padded(layer: int, group: Sequence[Span], cache: kv_cache.PagedKVCache) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values of several requests, each [kv_heads, requests, width, head_dim], and which are padding.
+def read_padded(layer: int, group: Group, cache: kv_cache.PagedKVCache) -> tuple[Tensor, Tensor]:
+    """Keys and values of several requests, each [kv_heads, requests, width, head_dim].
 
-    width: whole blocks, enough for the longest. hidden: bool [requests, width], True behind a request's newest token:
-    there the keys are anything, and the values 0, because nothing times NaN is NaN. Both lie in memory that
-    `cache.gathers` lends: the next read overwrites it.
+    width: whole blocks, enough for the longest. Behind a request's newest token the keys are anything, and the values
+    0, because nothing times NaN is NaN. Both lie in memory that `cache.gathers` lends: the next read overwrites it.
     """
-    stored, size = cache.storage[layer], cache.block_size
-    widest = -(-max(span.start + 1 for span in group) // size)
-    tables = [cache.block_tables[span.request_id][:widest] for span in group]
-    blocks = [block for table in tables for block in [*table, *[0] * (widest - len(table))]]
-    index = torch.tensor(blocks, device=stored.device)
-    found = torch.index_select(stored, 2, index, out=cache.gathers.room(stored, len(blocks))).flatten(2, 3)
-    lengths = torch.tensor([span.start + 1 for span in group], device=stored.device)
-    hidden = torch.arange(widest * size, device=stored.device) >= lengths[:, None]
-    found[1].index_fill_(1, hidden.flatten().nonzero().flatten(), 0)
-    keys, values = found.view(2, stored.shape[1], len(group), widest * size, stored.shape[-1])
-    return keys, values, hidden
+    stored = cache.storage[layer]
+    room = cache.gathers.room(stored, len(group.blocks))
+    found = torch.index_select(stored, 2, group.blocks, out=room).flatten(2, 3)
+    found[1].index_fill_(1, group.padding, 0)
+    keys, values = found.view(2, stored.shape[1], *group.hidden.shape, stored.shape[-1])
+    return keys, values

@@ -83,3 +83,16 @@ def test_it_serves_two_decode_steps_or_more_over_blocks():
     assert decode_attention.applies(paged, two)
     assert not decode_attention.applies(paged, one)
     assert not decode_attention.applies(concat, two)
+
+
+def test_the_groups_are_planned_once_a_pass_and_anew_for_the_next(monkeypatch):
+    cache, planned = filled([3, 9, 4], block_size=2), []
+    own = decode_attention.groups
+    monkeypatch.setattr(decode_attention, "groups", lambda spans: planned.append(len(spans)) or own(spans))
+    generator = torch.Generator().manual_seed(3)
+    for start in (0, 1):
+        batch = write(cache, [(i, [5], length + start) for i, length in enumerate([3, 9, 4])], generator)
+        for layer in range(LAYERS):
+            expected = attention.attend(queries(batch), layer, batch, cache).clone()
+            torch.testing.assert_close(decode_attention.attend(queries(batch), layer, batch, cache), expected)
+    assert planned == [3, 3]

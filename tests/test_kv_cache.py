@@ -160,7 +160,7 @@ def assert_is_empty(cache) -> None:
     if isinstance(cache, kv_cache.StaticKVCache):
         assert cache.rows == {} and sorted(cache.free_rows) == list(range(4))
         return
-    assert cache.block_tables == cache._tokens == cache._keys == cache.gathers._indices == {}
+    assert cache.block_tables == cache._tokens == cache._keys == cache.gathers._made == {}
     assert cache.num_free_blocks == len(cache.allocator.ref_counts)
     cache.audit()
 

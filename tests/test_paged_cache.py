@@ -394,7 +394,7 @@ def test_the_memory_of_a_long_run_is_flat():
         tracemalloc.stop()
     assert cache.block_tables == cache.counts.stored == cache._tokens == cache._keys == {}
     assert len(cache.index.blocks) == len(cache.index.keys) <= 24
-    assert len(cache.gathers._indices) == 0
+    assert len(cache.gathers._made) == 0
     assert sizes[-1] - sizes[0] < 20_000
 
 

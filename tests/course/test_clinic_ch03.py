@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-
+import hunts
 import pytest
 import torch
 
@@ -17,23 +16,11 @@ _HUNTS = [hunt.id for hunt in exercises.hunts(3)]
 
 @pytest.mark.parametrize("hunt_id", _HUNTS)
 def test_a_bug_hunt_shows_its_symptom_and_names_the_fault_of_the_broken_piece(hunt_id, capsys):
-    hunt = exercises.find_hunt(hunt_id)
-    hunt.run()
-    assert capsys.readouterr().out
-    with pytest.raises(CheckFailed, match="likely mistake"):
-        hunt.check(hunt.broken)
+    hunts.expect_symptom(hunt_id, capsys)
 
 
 def repaired(hunt_id: str, pairs: list[tuple[str, str]]):
-    """The broken piece with pieces of its source exchanged, as a learner would have mended it."""
-    broken = exercises.find_hunt(hunt_id).broken
-    source = inspect.getsource(broken)
-    for piece, instead in pairs:
-        assert piece in source, f"the repair no longer fits the broken piece: {piece!r}"
-        source = source.replace(piece, instead, 1)
-    names = {"torch": torch, "Batch": Batch}
-    exec(compile("from __future__ import annotations\n" + source, "<cell>", "exec"), names)
-    return names[broken.__name__]
+    return hunts.repaired(hunt_id, pairs, torch=torch, Batch=Batch)
 
 
 _FEED = [("token, answer = ids[-1], []", "rest, answer = list(ids), []"), ("[token], cache", "rest, cache"),

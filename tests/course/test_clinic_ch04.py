@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-
+import hunts
 import pytest
 
 from llmfromscratch.course import exercises
@@ -14,23 +13,7 @@ _HUNTS = [hunt.id for hunt in exercises.hunts(4)]
 
 @pytest.mark.parametrize("hunt_id", _HUNTS)
 def test_a_bug_hunt_shows_its_symptom_and_names_the_fault_of_the_broken_piece(hunt_id, capsys):
-    hunt = exercises.find_hunt(hunt_id)
-    hunt.run()
-    assert capsys.readouterr().out
-    with pytest.raises(CheckFailed, match="likely mistake"):
-        hunt.check(hunt.broken)
-
-
-def repaired(hunt_id: str, pairs: list[tuple[str, str]]):
-    """The broken piece with pieces of its source exchanged, as a learner would have mended it."""
-    broken = exercises.find_hunt(hunt_id).broken
-    source = inspect.getsource(broken)
-    for piece, instead in pairs:
-        assert piece in source, f"the repair no longer fits the broken piece: {piece!r}"
-        source = source.replace(piece, instead, 1)
-    names: dict = {}
-    exec(compile("from __future__ import annotations\n" + source, "<cell>", "exec"), names)
-    return names[broken.__name__]
+    hunts.expect_symptom(hunt_id, capsys)
 
 
 _SPLIT = "        stretches = [self.text[number * size : (number + 1) * size] for number in range(len(self.blocks))]\n"
@@ -72,7 +55,7 @@ MENDED = {
 
 @pytest.mark.parametrize(("hunt_id", "pairs"), [(hunt, pairs) for hunt, repairs in MENDED.items() for pairs in repairs])
 def test_a_mended_piece_ends_the_bug_hunt(hunt_id, pairs):
-    exercises.find_hunt(hunt_id).check(repaired(hunt_id, pairs))
+    exercises.find_hunt(hunt_id).check(hunts.repaired(hunt_id, pairs))
 
 
 # hunt: [(pieces of the broken code with what stands there instead, words of the diagnosis)]
@@ -147,5 +130,5 @@ HALF = {
 )
 def test_a_half_repair_is_told_what_is_still_wrong(hunt_id, pairs, diagnosis):
     with pytest.raises(CheckFailed) as caught:
-        exercises.find_hunt(hunt_id).check(repaired(hunt_id, pairs))
+        exercises.find_hunt(hunt_id).check(hunts.repaired(hunt_id, pairs))
     assert diagnosis in str(caught.value), str(caught.value)

@@ -16,6 +16,7 @@ from llmfromscratch.course.exercises import (
     paging_checks,
     paging_clinic,
 )
+from llmfromscratch.course.exercises.in_engine import in_engine
 
 _KINDS = ["rewind", "fork", "release", "interrupted"]
 
@@ -39,7 +40,7 @@ def test_a_shared_prefix_is_read_as_if_it_had_been_computed(seed):
 def test_the_engine_has_its_own_function_back_after_a_check_of_another_and_after_an_error_in_it():
     engine = learner_engine.reference("kv_cache")
     own = engine.slots_of
-    with pytest.raises(ZeroDivisionError), cache_histories.in_engine("slots_of", lambda *given: 1 // 0):
+    with pytest.raises(ZeroDivisionError), in_engine("kv_cache", "slots_of", lambda *given: 1 // 0):
         engine.slots_of([0], 0, 1, 4)
     assert engine.slots_of is own
 

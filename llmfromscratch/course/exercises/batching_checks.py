@@ -12,12 +12,12 @@ from llmfromscratch.course.calling import Case
 from llmfromscratch.course.combining import combined
 from llmfromscratch.course.comparing import compare
 from llmfromscratch.course.differences import NamedParts
+from llmfromscratch.course.exercises.in_engine import in_engine
 from llmfromscratch.course.exercises.serving_stage import (
     TextCache,
     about_names,
     answer,
     engine,
-    in_engine,
     new_request,
     work_told,
 )
@@ -372,7 +372,7 @@ def _check_whole_batch(padded_step: Callable[..., Any]) -> None:
     prompts, answers = [5, 2, 9, 4], [3, 6, 1, 4]
 
     def run(prompts: Lengths, answers: Lengths) -> NamedParts:
-        with in_engine("padded_step", padded_step) as module:
+        with in_engine("scheduler", "padded_step", padded_step) as module:
             cache = TextCache(64)
             planner = module.StaticScheduler(cache, len(prompts))
             requests = [new_request(n, *pair) for n, pair in enumerate(zip(prompts, answers, strict=True))]

@@ -7,11 +7,9 @@ work with it. Every number tells where it belongs: token 103 is the third that r
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from llmfromscratch.batch import Batch
 from llmfromscratch.course import differences
 from llmfromscratch.course.comparing import Case, compare
 from llmfromscratch.course.differences import Tolerance
+from llmfromscratch.course.exercises.in_engine import in_engine
 
 LAYERS = 2
 EXACT = Tolerance(relative=0.0, absolute=0.0)  # what is stored comes back as it was
@@ -289,22 +288,10 @@ _HISTORIES: dict[str, list[list[Step]]] = {
 _HISTORIES["StaticKVCache"] = _HISTORIES["ConcatKVCache"]
 
 
-@contextlib.contextmanager
-def in_engine(name: str, own: Any) -> Iterator[ModuleType]:
-    """The engine's module kv_cache, a private copy, with OWN in the place of its object NAME within the block."""
-    module = learner_engine.reference("kv_cache")
-    theirs = getattr(module, name)
-    setattr(module, name, own)
-    try:
-        yield module
-    finally:
-        setattr(module, name, theirs)
-
-
 def check_in_engine(name: str, own: Any, cache: str) -> None:
     """Whole histories of one of the engine's caches, which uses the learner's OWN function or class NAME."""
     long = [random_history(seed, 40, _LONGEST, _KINDS[cache]) for seed in (5, 6)]
-    with in_engine(name, own):
+    with in_engine("kv_cache", name, own):
         compare(
             partial(played, cache),
             plainly,

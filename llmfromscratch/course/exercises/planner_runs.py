@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from llmfromscratch.course.exercises.in_engine import in_engine
 from llmfromscratch.course.exercises.serving_stage import (
     Endless,
     TextCache,
     about_names,
     answer,
     counted,
-    in_engine,
     new_request,
     next_token,
     prompt_of,
@@ -164,7 +164,7 @@ def check_runs(name: str, own: Callable[..., Any]) -> None:
         f"a whole run of the engine's scheduler with your {name}: budget and places kept, nobody overtaken, each "
     )
     expected += "request with the answer it gets alone, and all memory back at the end"
-    with in_engine(name, own) as module:
+    with in_engine("scheduler", name, own) as module:
         for load in _LOADS:
             try:
                 said = Run(module, load).trouble()

@@ -6,8 +6,7 @@ somebody else's text changes the answer, and `answer` says what each request mus
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -32,18 +31,6 @@ class Endless(BaseException):
 def engine() -> ModuleType:
     """The engine's own scheduler module, a private copy."""
     return learner_engine.reference("scheduler")
-
-
-@contextlib.contextmanager
-def in_engine(name: str, own: Any) -> Iterator[ModuleType]:
-    """The scheduler module, a private copy, with OWN in the place of its object NAME within the block."""
-    module = engine()
-    theirs = getattr(module, name)
-    setattr(module, name, own)
-    try:
-        yield module
-    finally:
-        setattr(module, name, theirs)
 
 
 def next_token(text: Sequence[int]) -> int:
