@@ -22,7 +22,7 @@ from llmfromscratch.errors import CheckpointError
 ENGINE_VARIABLE = "LLMFROMSCRATCH_ENGINE"
 OLDEST_PYTHON = (3, 11)
 MEMORY_NEEDED = 1_000_000_000  # bytes: the model in float32 (538 MB), its conversion, caches and torch's own
-NEEDED = ["numpy", "safetensors", "regex", "jinja2", "tqdm", "filelock", "platformdirs", "psutil"]
+NEEDED = ["numpy", "safetensors", "regex", "jinja2", "tqdm", "filelock", "platformdirs", "psutil", "numba"]
 FOR_THE_COURSE = ["jupyterlab", "ipykernel", "ipywidgets", "matplotlib", "nbformat", "nbclient", "jupytext"]
 REPLACEABLE = [
     "loading", "tokenizer", "kv_cache", "scheduler", "sampling", "optimization", "quantization", "model", "attention",
@@ -45,6 +45,8 @@ def checks() -> list[Check]:
     found = [check_python(), packages := check_packages(), torch := check_torch()]
     if torch.status != "fail":
         found += [check_threads(), check_bf16(), check_accelerator(), check_memory()]
+    if packages.status != "fail" and torch.status != "fail":
+        found.append(check_kernels())
     if packages.status != "fail":
         found += [check_cache_folder(), check_model()]
     return [*found, check_compiler(), check_engine_variable(), check_course()]
@@ -159,6 +161,19 @@ def check_accelerator() -> Check:
         return Check("gpu", "warn", "there is an NVIDIA driver, but torch is a build without CUDA", remedy)
     remedy = "Run nvidia-smi: the driver must be loaded and new enough for this build's CUDA."
     return Check("gpu", "warn", f"torch is built for CUDA {torch.version.cuda} but finds no GPU", remedy)
+
+
+def check_kernels() -> Check:
+    """Whether decode attention can be compiled here, for what dtype="auto" means, and how many threads it gets."""
+    from llmfromscratch import compiled_decode, devices
+
+    lacking = compiled_decode.unavailable(devices.fast_dtype("cpu")[0])
+    if lacking:
+        remedy = "Slower, but right; to have it, install numba again in the version of constraints.txt."
+        return Check("kernels", "warn", lacking, remedy)
+    threads = compiled_decode.max_threads()
+    finding = f"Numba compiles decode attention, for up to {threads} thread{'s' * (threads > 1)}"
+    return Check("kernels", "ok", finding)
 
 
 def check_memory() -> Check:

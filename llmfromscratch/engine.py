@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from llmfromscratch import hub, kv_cache, kv_memory, loading, model, sampling, scheduler, tokenizer
+from llmfromscratch import attention_backends, hub, kv_cache, kv_memory, loading, model, sampling, scheduler, tokenizer
 from llmfromscratch.answers import Completion, Piece, Reader
 from llmfromscratch.engine_core import EngineCore
 from llmfromscratch.errors import RequestError, TokenizerError
@@ -42,6 +42,9 @@ class LLM:
     kv_cache_memory: for the paged and the static cache, bytes, or a share (below 1) of what is free after loading;
     None takes a quarter of it at most. prefix_sharing: prompts that begin alike share the blocks of the paged cache.
     window: keep only the newest `window` tokens and the first four (memory stays bounded, the answer changes).
+    attention: "auto", "plain" (PyTorch) or "compiled" (decode steps by a kernel that Numba compiles; needs a paged or
+    static cache, float32 or bfloat16, the CPU). "auto" compiles where it can, with the package's own attention.py and
+    kv_cache.py: a learner's are always the ones at work.
     scheduler: "continuous" (also None), "static", or a function that makes one for a cache: scheduler(cache) gives
     anything with the methods of `scheduler.Scheduler`. max_requests: served at a time. max_batch_tokens: computed in
     one step of the continuous scheduler, prompts being cut to fit; without a cache they are not cut.
@@ -68,6 +71,7 @@ class LLM:
         kv_cache_memory: int | float | None = None,
         window: int | None = None,
         prefix_sharing: bool = True,
+        attention: str = "auto",
         scheduler: str | Callable[[Any], Any] | None = None,
         max_requests: int = kv_memory.MAX_REQUESTS,
         max_batch_tokens: int = 512,
@@ -77,6 +81,7 @@ class LLM:
     ):
         kv_memory.check(kv_cache, block_size, kv_cache_memory, window, prefix_sharing)
         _check_planning(scheduler, max_requests, max_batch_tokens)
+        attention_backends.check(attention)
         checkpoint = loading.open_checkpoint(hub.resolve(source))
         self.config = checkpoint.config
         data = checkpoint.tokenizer_data()
@@ -98,6 +103,8 @@ class LLM:
             prefix_sharing=prefix_sharing,
             max_requests=max_requests,
         )
+        attention_backends.prepare(attention, cache)
+        attention_backends.use(attention, self.model.layers)
         self._request_ids = itertools.count()
         self._planning = scheduler, max_requests, max_batch_tokens
         self.core = self._join(cache, self._planning, sampler or sampling.Sampler())

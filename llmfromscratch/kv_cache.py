@@ -164,6 +164,7 @@ class StaticKVCache(cache_parts.Unshared):
         self.rows: dict[int, int] = {}  # request -> its row
         self.free_rows = list(reversed(range(max_requests)))
         self.counts = cache_parts.TokenCounts(layout.num_layers)
+        self.gathers = cache_parts.Gathers()
 
     def length(self, request_id: int) -> int:
         """Tokens that every layer has stored."""
@@ -193,6 +194,7 @@ class StaticKVCache(cache_parts.Unshared):
 
     def begin(self, batch: Batch) -> None:
         """Every span goes on where its request ends, and has room."""
+        self.gathers.clear()
         for span in batch.spans:
             cache_parts.check_start(span, self.length(span.request_id))
             self.reserve(span.request_id, span.length)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from llmfromscratch import attention, decode_attention, kv_cache, rope
+from llmfromscratch import attention_backends, kv_cache, rope
 from llmfromscratch.batch import Batch
 from llmfromscratch.config import ModelConfig
 
@@ -85,6 +85,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
+        self.backend = "auto"  # one of attention_backends.KINDS
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.attention_bias)
         self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
@@ -101,10 +102,8 @@ class Attention(nn.Module):
         cache.write(self.layer, keys, self.v_proj(x).view(shape), batch)
         if hasattr(cache, "attend"):  # a cache that forgets knows best who may look at what is left
             mixed = cache.attend(queries, self.layer, batch)
-        elif decode_attention.applies(cache, batch):
-            mixed = decode_attention.attend(queries, self.layer, batch, cache)
         else:
-            mixed = attention.attend(queries, self.layer, batch, cache)
+            mixed = attention_backends.attend(queries, self.layer, batch, cache, self.backend)
         return self.o_proj(mixed.flatten(1))
 
 

@@ -29,7 +29,7 @@ def test_this_environment_passes_and_every_problem_has_a_remedy(smollm2_gguf: Pa
     assert [check for check in found if check.status == "fail"] == []
     assert all(check.remedy for check in found if check.status != "ok")
     names = [check.name for check in found]
-    assert len(set(names)) == len(names) == 12
+    assert len(set(names)) == len(names) == 13
 
 
 def test_the_report_shows_each_finding_with_its_remedy_and_counts_them() -> None:

@@ -25,7 +25,7 @@ FLOORS = [
     {"learner_engine", "batch", "config", "devices", "formats", "kernels", "hub"},
     {"cache_parts", "checkpoint_files", "key_report", "placement", "rope", "text"},
     {"loading", "tokenizer", "kv_cache"},
-    {"kv_memory", "attention", "decode_attention", "sparse_cache"},
+    {"kv_memory", "attention", "decode_attention", "compiled_decode", "attention_backends", "sparse_cache"},
     {"model"},
     {"sampling", "request", "optimization", "quantization", "scheduler", "divergence"},
     {"steps", "simulation"},

@@ -1,6 +1,7 @@
 """What each cache costs as a text grows, what sharing a prefix saves, and what forgetting costs in quality.
 
     python tests/benchmarks/kv_cache.py [steps] [prefix] [quality] [--json] [--runs 9] [--dtype float32]
+                                        [--attention auto]
 
 steps: seconds of one decode step of the packaged model at several lengths of text, fitted as a + b x length, beside
 the cost of reading the same keys and values once and doing nothing with them (cold: after a sweep over other memory).
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 
-from llmfromscratch import LLM, SamplingParams, kv_cache, kv_memory, sparse_cache
+from llmfromscratch import LLM, SamplingParams, attention_backends, kv_cache, kv_memory, sparse_cache
 from llmfromscratch.batch import Batch
 
 # Named workloads and limits: what the project promises.
@@ -86,9 +87,10 @@ def without_cache(llm: LLM, length: int) -> Callable[[], Any]:
     return lambda: llm.model(Batch.of([(0, [7] * (length + 1), 0)]), cache)
 
 
-def measure_steps(dtype: str, runs: int) -> dict[str, Any]:
+def measure_steps(dtype: str, runs: int, attention: str) -> dict[str, Any]:
     """Best seconds of each kind at each length, the fits, and the ratios that are promised."""
     llm = LLM(dtype=dtype, device="cpu", kv_cache="none")
+    attention_backends.use(attention, llm.model.layers)
     layout = kv_cache.CacheLayout.of(llm.config, llm.model.embed_tokens.weight.dtype)
     kinds = ("concat", "static", "paged, alone", "paged, scattered")
     caches = {(kind, length): filled(kind, layout, length) for kind in (*kinds, "reading") for length in LENGTHS}
@@ -108,6 +110,7 @@ def measure_steps(dtype: str, runs: int) -> dict[str, Any]:
     fits = {kind: line(LENGTHS, row) for kind, row in seconds.items()}
     return {
         "dtype": dtype,
+        "attention": attention,
         "bytes_per_token": kv_memory.bytes_per_token(layout),
         "lengths": LENGTHS,
         "seconds": seconds,
@@ -202,13 +205,14 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--dtype", default="float32", help="of steps and quality")
+    parser.add_argument("--attention", default="auto", choices=attention_backends.KINDS, help="of steps")
     arguments = parser.parse_args()
     parts = arguments.parts or ["steps", "prefix"]
     if unknown := set(parts) - {"steps", "prefix", "quality"}:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; expected steps, prefix or quality")
     figures: dict[str, Any] = {}
     if "steps" in parts:
-        figures["steps"] = measure_steps(arguments.dtype, arguments.runs)
+        figures["steps"] = measure_steps(arguments.dtype, arguments.runs, arguments.attention)
     if "prefix" in parts:
         figures["prefix"] = [measure_prefix(dtype, arguments.runs) for dtype in ("float32", "bfloat16")]
     if "quality" in parts:
@@ -235,7 +239,8 @@ def _as_text(figures: dict[str, Any]) -> list[str]:
 
 def _steps_as_text(row: dict[str, Any]) -> list[str]:
     lines = [
-        f"one decode step, {row['dtype']}, ms; a + b x length; {row['bytes_per_token']} bytes a token",
+        f"one decode step, {row['dtype']}, attention {row['attention']}, ms; a + b x length; "
+        f"{row['bytes_per_token']} bytes a token",
         f"{'':18}" + "".join(f"{length:9}" for length in row["lengths"]) + f"{'a ms':>9}{'b µs':>9}{'b / reading':>13}",
     ]
     for kind, seconds in row["seconds"].items():

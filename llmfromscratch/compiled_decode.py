@@ -1,0 +1,157 @@
+"""Decode steps through the compiled kernel: what `kernels/paged_decode.py` needs to know of a cache, told once a pass.
+
+A step's one query a request goes over that request's keys and values where they lie, in blocks or in a row of its own:
+nothing is gathered, nothing is padded, and each key is read once for all query heads that share it. Scores and sums are
+computed in float32, whatever the cache stores. Prompts are left to `attention.attend`.
+
+What it needs: Numba, a CPU, a paged or static cache in float32 or bfloat16. `unavailable` says what is lacking, in one
+sentence; the package works without. What it costs: some seconds of compiling at the first use of all (kept on disk).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache as once
+from typing import Any, TypeGuard
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmfromscratch import attention, kv_cache
+from llmfromscratch.batch import Batch, Span
+
+DTYPES = (torch.float32, torch.bfloat16)
+_LEAST = 256  # tokens of a head that are worth a thread: they take it about as long as beginning and ending together
+
+
+@once
+def unavailable(dtype: torch.dtype) -> str | None:
+    """Why the kernel cannot be used here, in one sentence; None where it can. Compiles it, where that is to be done."""
+    try:
+        _try_out(dtype)
+    except Exception as error:  # noqa: BLE001 - a compiler that does not suit this machine can raise anything
+        what = str(error).strip().splitlines() or [""]
+        return f"Numba cannot compile attention here ({type(error).__name__}: {what[0]}), so PyTorch computes it."
+    return None
+
+
+@once
+def max_threads() -> int:
+    """Threads that one call may use: 1 where Numba has only its workqueue, which is slow to begin and not safe.
+
+    Its OpenMP layer runs in the threads that torch computes with, and TBB's sleep when they have nothing to do.
+    """
+    import numba
+
+    threads = torch.get_num_threads()
+    most = numba.get_num_threads()  # chooses the layer; OpenMP's then tells torch a number of threads too
+    torch.set_num_threads(threads)
+    return most if numba.threading_layer() in ("omp", "tbb") else 1
+
+
+def fits(cache: kv_cache.KVCache, layer: int) -> TypeGuard[kv_cache.PagedKVCache | kv_cache.StaticKVCache]:
+    """Whether the kernel can read a layer of this cache. A cache derived from one of ours may read in a way of its own,
+    and is left alone.
+    """
+    if type(cache) not in (kv_cache.PagedKVCache, kv_cache.StaticKVCache):
+        return False
+    stored: Tensor = cache.storage[layer]  # type: ignore[attr-defined]
+    return stored.dtype in DTYPES and stored.device.type == "cpu"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where the decode steps of a pass read; the same for every layer.
+
+    batch: whose plan it is. rows: int64 [steps], where their queries stand, or None for all rows of the batch. slots:
+    int64 [tokens], of all their tokens, behind each other; ends: int64 [steps]. head_stride, value_start: rows of the
+    cache from a head to the next, and from a key to its value. pieces: into how many the work is cut, for `threads`.
+    """
+
+    batch: Batch
+    rows: Tensor | None
+    slots: np.ndarray
+    ends: np.ndarray
+    kv_heads: int
+    head_stride: int
+    value_start: int
+    pieces: int
+    threads: int
+
+    @classmethod
+    def of(cls, batch: Batch, cache: kv_cache.PagedKVCache | kv_cache.StaticKVCache) -> Plan:
+        """The plan for the decode steps of a batch whose keys and values are in the cache, or about to be."""
+        steps = [span for span in batch.spans if span.length == 1]
+        if isinstance(cache, kv_cache.PagedKVCache):
+            slots = [_slots_of_blocks(span, cache) for span in steps]
+            _, kv_heads, num_blocks, block_size, _ = cache.storage[0].shape
+            head_stride, value_start = num_blocks * block_size, kv_heads * num_blocks * block_size
+        else:
+            _, max_requests, kv_heads, head_stride, _ = cache.storage[0].shape
+            value_start = max_requests * kv_heads * head_stride
+            firsts = [cache.rows[span.request_id] * kv_heads * head_stride for span in steps]
+            slots = [np.arange(first, first + span.start + 1) for first, span in zip(firsts, steps, strict=True)]
+        ends = np.cumsum([len(each) for each in slots])
+        rows = None if len(steps) == len(batch.spans) else torch.tensor([span.first_row for span in steps])
+        threads = min(torch.get_num_threads(), max_threads())
+        pieces = max(1, min(threads, kv_heads * int(ends[-1]) // _LEAST))
+        return cls(batch, rows, np.concatenate(slots), ends, kv_heads, head_stride, value_start, pieces, threads)
+
+
+def _slots_of_blocks(span: Span, cache: kv_cache.PagedKVCache) -> np.ndarray:
+    """As `kv_cache.slots_of` for all tokens up to a span's first, int64 [start + 1], which numpy makes sooner."""
+    length, size = span.start + 1, cache.block_size
+    table = np.array(cache.block_tables[span.request_id][: -(-length // size)])
+    return (table[:, None] * size + np.arange(size)).ravel()[:length]
+
+
+def attend(queries: Tensor, layer: int, batch: Batch, cache: kv_cache.PagedKVCache | kv_cache.StaticKVCache) -> Tensor:
+    """As `attention.attend`: queries [tokens, heads, head_dim] over each row's own request; same shape and dtype."""
+    # the plan holds on to its batch, so that no other batch can have its id
+    plan = cache.gathers.once(("compiled", id(batch)), lambda: Plan.of(batch, cache))
+    if plan.rows is None:
+        return _attend_steps(queries, cache.storage[layer], plan)
+    others = tuple(span for span in batch.spans if span.length > 1)
+    output = attention.attend(queries, layer, replace(batch, spans=others), cache)
+    output[plan.rows] = _attend_steps(queries[plan.rows], cache.storage[layer], plan)
+    return output
+
+
+def _attend_steps(queries: Tensor, stored: Tensor, plan: Plan) -> Tensor:
+    """queries: [steps, heads, head_dim]; returns the same shape and dtype."""
+    steps, _, head_dim = queries.shape
+    asked = queries.detach().float().contiguous().view(steps, plan.kv_heads, -1, head_dim)
+    output = torch.empty_like(asked)
+    bits = stored.view(torch.uint16) if stored.dtype == torch.bfloat16 else stored
+    where = (plan.slots, plan.ends, plan.head_stride, plan.value_start)
+    _launch(plan, asked.numpy(), bits.view(-1, head_dim).numpy(), *where, output.numpy())
+    return output.view(queries.shape).to(queries.dtype)
+
+
+def _launch(plan: Plan, *arguments: Any) -> None:
+    """Runs the kernel in the plan's threads; how many other compiled functions get stays as it was."""
+    import numba
+
+    from llmfromscratch.kernels import paged_decode
+
+    if max_threads() == 1:
+        paged_decode.attend_on_one_thread(*arguments)
+        return
+    before = numba.get_num_threads()
+    if before != plan.threads:
+        numba.set_num_threads(plan.threads)
+    try:
+        paged_decode.attend_on_threads(*arguments, plan.pieces)
+    finally:
+        if before != plan.threads:
+            numba.set_num_threads(before)
+
+
+def _try_out(dtype: torch.dtype) -> None:
+    """Compiles the kernel for a dtype, and lets it compute the mean of 1 and 3."""
+    keys_and_values = torch.tensor([[0.0], [0.0], [1.0], [3.0]], dtype=dtype).expand(4, 8).contiguous()
+    plan = Plan(Batch.of([(0, [0], 1)]), None, np.arange(2), np.array([2]), 1, 2, 2, pieces=1, threads=1)
+    found = _attend_steps(torch.ones(1, 1, 8, dtype=dtype), keys_and_values, plan)
+    if not torch.equal(found, torch.full_like(found, 2.0)):
+        raise ArithmeticError(f"the mean of 1 and 3 came out as {found[0, 0, 0].item():g}")
