@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from llmfromscratch.errors import RequestError as RequestError
     from llmfromscratch.errors import TokenizerError as TokenizerError
     from llmfromscratch.sampling import SamplingParams as SamplingParams
+    from llmfromscratch.sampling import TokenLogprobs as TokenLogprobs
     from llmfromscratch.scheduler import Request as Request
 
 __version__ = "0.1.0"
@@ -34,6 +35,7 @@ _HOME = {
     "Completion": "engine",
     "Piece": "engine",
     "SamplingParams": "sampling",
+    "TokenLogprobs": "sampling",
     "Request": "scheduler",
     "diverges_at": "divergence",
     "Divergence": "divergence",

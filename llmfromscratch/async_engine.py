@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
 from llmfromscratch import sampling, scheduler
 from llmfromscratch.answers import Completion, Piece, Reader
@@ -70,37 +70,41 @@ class AsyncEngine:
             await asyncio.sleep(0.005)  # a step may have to end first; the event loop goes on meanwhile
 
     def stream(self, prompt: Prompt, params: sampling.SamplingParams | None = None) -> AsyncGenerator[Piece, None]:
-        """Pieces of text as they become certain. Checks the prompt at once; the request begins with the first piece.
+        """Pieces of text as they become certain, those of several answers (params.n) side by side.
 
-        Leaving the loop, closing the generator or cancelling its task aborts the request. Raises RequestError.
+        Checks the prompt at once; the requests begin with the first piece. Leaving the loop, closing the generator or
+        cancelling its task aborts them. Raises RequestError.
         """
-        return self._pieces(self.llm.request(prompt, params))
+        return self._pieces(self.llm.requests(prompt, params))
 
     async def generate(self, prompt: Prompt, params: sampling.SamplingParams | None = None) -> Completion:
         """The whole answer to one prompt. Cancelling aborts the request. Raises RequestError."""
-        request = self.llm.request(prompt, params)
-        text = "".join([piece.text async for piece in self._pieces(request)])
-        return Completion.of(request, text)
+        requests = self.llm.requests(prompt, params)
+        texts = [""] * len(requests)
+        async for piece in self._pieces(requests):
+            texts[piece.choice] += piece.text
+        return Completion.of(requests, texts)
 
-    async def _pieces(self, request: scheduler.Request) -> AsyncGenerator[Piece, None]:
-        consumer = self._admit(request)
+    async def _pieces(self, requests: Sequence[scheduler.Request]) -> AsyncGenerator[Piece, None]:
+        consumer = self._admit(requests)
+        left = len(requests)
         try:
-            while True:
+            while left:
                 piece = await consumer.pieces.get()
                 yield piece
-                if piece.finish_reason is not None:
-                    return
+                left -= piece.finish_reason is not None
         finally:
             self._dismiss(consumer)
 
-    def _admit(self, request: scheduler.Request) -> _Consumer:
+    def _admit(self, requests: Sequence[scheduler.Request]) -> _Consumer:
         with self._changed:
             if self._closed:
                 raise RequestError("the AsyncEngine is closed; start() it again, or make a new one.")
             self.start()
-            consumer = _Consumer(request, self.llm)
-            request.arrival = self.llm.core.clock()
-            self.llm.core.add(request)
+            consumer = _Consumer(requests, self.llm)
+            for request in requests:
+                request.arrival = self.llm.core.clock()
+                self.llm.core.add(request)
             self._consumers.append(consumer)
             self._changed.notify()
         return consumer
@@ -109,8 +113,7 @@ class AsyncEngine:
         with self._changed:
             if consumer in self._consumers:
                 self._consumers.remove(consumer)
-        if not consumer.request.ended:
-            self.llm.core.abort(consumer.request, "its consumer went away.")
+        consumer.abort(self.llm.core, "its consumer went away.")
 
     def _work(self) -> None:
         """The worker thread: steps while anybody waits, sleeps while nobody does."""
@@ -122,7 +125,7 @@ class AsyncEngine:
                     return
             if closed:
                 for consumer in consumers:
-                    self.llm.core.abort(consumer.request, "the AsyncEngine was closed.")
+                    consumer.abort(self.llm.core, "the AsyncEngine was closed.")
             try:
                 self.llm.core.step()
             except BaseException:  # noqa: BLE001  all in flight was aborted and says why; the next request may do better
@@ -133,25 +136,38 @@ class AsyncEngine:
 
 
 class _Consumer:
-    """One who waits for a request's pieces, in an event loop of theirs."""
+    """One who waits for the pieces of one prompt's answers, in an event loop of theirs."""
 
-    def __init__(self, request: scheduler.Request, llm: LLM):
-        self.request, self.reader = request, Reader(request, llm.tokenizer)
+    def __init__(self, requests: Sequence[scheduler.Request], llm: LLM):
+        self.requests = requests
+        self.readers = [Reader(request, llm.tokenizer) for request in requests]  # of those that are not over
         self.loop, self.pieces = asyncio.get_running_loop(), asyncio.Queue[Piece]()
+
+    def abort(self, core: EngineCore, error: str) -> None:
+        """Ends what has not ended."""
+        for request in self.requests:
+            if not request.ended:
+                core.abort(request, error)
 
     def deliver(self, core: EngineCore) -> bool:
         """Sends what is new, from the worker thread; True when no more will come."""
+        for reader in list(self.readers):
+            pieces = self._read(reader, core)
+            if pieces and pieces[-1].finish_reason is not None:
+                self.readers.remove(reader)
+            try:
+                for piece in pieces:
+                    self.loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
+            except RuntimeError:  # the event loop is closed: nobody waits there any more
+                self.abort(core, "its event loop was closed.")
+                return True
+        return not self.readers
+
+    def _read(self, reader: Reader, core: EngineCore) -> list[Piece]:
         try:
             with core.between_steps():
-                pieces = self.reader.new_pieces()
+                return reader.new_pieces()
         except Exception as error:  # noqa: BLE001  this request's text is at fault, and nobody else's
             _log.exception("Tokens could not be turned into text.")
-            core.abort(self.request, f"its tokens could not be turned into text: {error}")
-            pieces = [Piece("", [], "abort", self.request.error)]
-        try:
-            for piece in pieces:
-                self.loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
-        except RuntimeError:  # the event loop is closed: nobody waits there any more
-            core.abort(self.request, "its event loop was closed.")
-            return True
-        return bool(pieces) and pieces[-1].finish_reason is not None
+            core.abort(reader.request, f"its tokens could not be turned into text: {error}")
+            return [Piece("", [], "abort", reader.request.error, reader.request.choice)]

@@ -96,12 +96,60 @@ def _add_course(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=_DEFAULT_MODEL, help="name, folder, file or hub id (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=256, help="new tokens at most (default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
-    parser.add_argument("--seed", type=int, help="repeat the same draws")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps (default: %(default)s)")
     parser.add_argument("--engine", metavar="DIR", help="use the modules in this folder in the place of the package's")
+    _add_sampling_options(parser)
+
+
+# Options that are fields of SamplingParams: name, type, what it does. What is not given keeps its neutral value.
+_SAMPLING: tuple[tuple[str, type, str], ...] = (
+    ("max_tokens", int, "new tokens at most (default: 256)"),
+    ("temperature", float, "0 takes the most probable token; above 0 draws (default: 0)"),
+    ("top_k", int, "draw from the K most probable tokens"),
+    ("top_p", float, "draw from the smallest set of tokens that has this probability"),
+    ("min_p", float, "drop tokens below this share of the most probable one's probability"),
+    ("typical_p", float, "draw from the most typical tokens that have this probability"),
+    ("repetition_penalty", float, "above 1 makes tokens of prompt and answer less likely"),
+    ("presence_penalty", float, "taken off the logits of tokens that the answer holds"),
+    ("frequency_penalty", float, "taken off as often as the answer holds them"),
+    ("seed", int, "repeat the same draws"),
+    ("regex", str, "the answer matches this regular expression"),
+    ("json_schema", str, "the answer is JSON of this schema"),
+)
+_TEXTS = (  # those that may be given several times
+    ("stop", "end the answer before this text"),
+    ("bad_words", "the answer will not contain this text"),
+    ("required_words", "the answer contains this text before it ends"),
+)
+_FLAGS = (
+    ("include_stop", "keep the stop text that ended the answer"),
+    ("ignore_eos", "go on past the model's end tokens"),
+)
+
+
+def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """Left out of the options where they are not given, so that a preset's values stand."""
+    group, absent = parser.add_argument_group("sampling"), argparse.SUPPRESS
+    group.add_argument("--preset", metavar="NAME", help="begin with settings for code, facts, chat or stories")
+    for name, kind, does in _SAMPLING:
+        metavar = {int: "N", float: "X", str: "TEXT"}[kind]
+        group.add_argument(_flag(name), dest=name, type=kind, default=absent, metavar=metavar, help=does)
+    for name, does in _TEXTS:
+        group.add_argument(
+            _flag(name),
+            dest=name,
+            action="append",
+            default=absent,
+            metavar="TEXT",
+            help=f"{does}; may be given several times",
+        )
+    for name, does in _FLAGS:
+        group.add_argument(_flag(name), dest=name, action="store_true", default=absent, help=does)
+
+
+def _flag(name: str) -> str:
+    return {"bad_words": "--bad-word", "required_words": "--required-word"}.get(name, "--" + name.replace("_", "-"))
 
 
 def _generate(options: argparse.Namespace) -> int:
@@ -140,7 +188,11 @@ def _params(options: argparse.Namespace) -> sampling.SamplingParams:
     """Checked before the model is loaded, which takes longer."""
     from llmfromscratch import sampling  # torch is imported only by the commands that need it
 
-    return sampling.SamplingParams(max_tokens=options.max_tokens, temperature=options.temperature, seed=options.seed)
+    names = [*(name for name, _, _ in _SAMPLING), *(name for name, _ in (*_TEXTS, *_FLAGS))]
+    given = {name: getattr(options, name) for name in names if hasattr(options, name)}
+    if options.preset is None:
+        return sampling.SamplingParams(**given)
+    return sampling.SamplingParams.preset(options.preset, **given)
 
 
 def _load(options: argparse.Namespace) -> LLM:

@@ -22,7 +22,18 @@ from llmfromscratch.errors import CheckpointError
 ENGINE_VARIABLE = "LLMFROMSCRATCH_ENGINE"
 OLDEST_PYTHON = (3, 11)
 MEMORY_NEEDED = 1_000_000_000  # bytes: the model in float32 (538 MB), its conversion, caches and torch's own
-NEEDED = ["numpy", "safetensors", "regex", "jinja2", "tqdm", "filelock", "platformdirs", "psutil", "numba"]
+NEEDED = [
+    "numpy",
+    "safetensors",
+    "regex",
+    "jinja2",
+    "llguidance",
+    "tqdm",
+    "filelock",
+    "platformdirs",
+    "psutil",
+    "numba",
+]
 FOR_THE_COURSE = ["jupyterlab", "ipykernel", "ipywidgets", "matplotlib", "nbformat", "nbclient", "jupytext"]
 REPLACEABLE = [
     "loading", "tokenizer", "kv_cache", "scheduler", "sampling", "optimization", "quantization", "model", "attention",

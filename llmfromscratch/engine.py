@@ -6,7 +6,6 @@ serve all requests in flight at once, whoever asks for them.
 
 from __future__ import annotations
 
-import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,15 +15,27 @@ from typing import Any
 
 import torch
 
-from llmfromscratch import attention_backends, hub, kv_cache, kv_memory, loading, model, sampling, scheduler, tokenizer
+from llmfromscratch import (
+    attention_backends,
+    beam_search,
+    hub,
+    kv_cache,
+    kv_memory,
+    loading,
+    model,
+    sampling,
+    scheduler,
+    scoring,
+    tokenizer,
+)
 from llmfromscratch.answers import Completion, Piece, Reader
 from llmfromscratch.engine_core import EngineCore
-from llmfromscratch.errors import RequestError, TokenizerError
+from llmfromscratch.errors import RequestError
+from llmfromscratch.intake import Intake, Prompt, required
 from llmfromscratch.metrics import EngineMetrics
 from llmfromscratch.progress import progress_bar
 from llmfromscratch.text.chat_template import check_messages
 
-Prompt = str | Sequence[int]
 Objects = Sequence[Mapping[str, Any]]  # messages, tools, documents
 _Planning = tuple[str | Callable[[Any], Any] | None, int, int]  # scheduler, max_requests, max_batch_tokens
 # seconds before a progress bar shows: at once would be noise for what is done at once
@@ -48,7 +59,8 @@ class LLM:
     scheduler: "continuous" (also None), "static", or a function that makes one for a cache: scheduler(cache) gives
     anything with the methods of `scheduler.Scheduler`. max_requests: served at a time. max_batch_tokens: computed in
     one step of the continuous scheduler, prompts being cut to fit; without a cache they are not cut.
-    sampler: anything with the methods of `sampling.Sampler`.
+    sampler: anything with the methods of `sampling.Sampler`. seed: requests without a seed of their own get one made of
+    this and their number, so that the same calls in the same order give the same answers.
     max_length: tokens of a prompt at most; None is what the context holds beside one new token.
     truncation: what becomes of a longer prompt. None refuses it; "left", "right", "middle" cut that part out of its
         ids; "chat" drops the oldest turns of a conversation, and refuses a plain prompt, which has none.
@@ -76,6 +88,7 @@ class LLM:
         max_requests: int = kv_memory.MAX_REQUESTS,
         max_batch_tokens: int = 512,
         sampler: sampling.Sampler | None = None,
+        seed: int | None = None,
         max_length: int | None = None,
         truncation: str | None = None,
     ):
@@ -86,9 +99,10 @@ class LLM:
         self.config = checkpoint.config
         data = checkpoint.tokenizer_data()
         self.tokenizer = None if data is None else tokenizer.Tokenizer(data)
-        own = self._require_tokenizer() if truncation == "chat" else self.tokenizer
+        own = required(self.tokenizer) if truncation == "chat" else self.tokenizer
         config = (own.config if own else tokenizer.TokenizerConfig)(max_length=max_length, truncation=truncation)
         self.tokenizer_config = config.within(self.config.context_length)
+        self._intake = Intake(self.config, self.tokenizer, self.tokenizer_config, seed)
         with torch.device("meta"):
             self.model = model.Model(self.config)
         self.model.load_state_dict(checkpoint.load(dtype, device), assign=True)
@@ -105,7 +119,6 @@ class LLM:
         )
         attention_backends.prepare(attention, cache)
         attention_backends.use(attention, self.model.layers)
-        self._request_ids = itertools.count()
         self._planning = scheduler, max_requests, max_batch_tokens
         self.core = self._join(cache, self._planning, sampler or sampling.Sampler())
 
@@ -120,11 +133,12 @@ class LLM:
 
     @property
     def sampler(self) -> sampling.Sampler:
-        """What picks the tokens; another one may be set at any time."""
+        """What picks the tokens. Another one may be set while no request is in flight: it knows nothing of those."""
         return self.core.sampler
 
     @sampler.setter
     def sampler(self, sampler: sampling.Sampler) -> None:
+        self._check_idle()
         self.core.sampler = sampler
 
     @property
@@ -143,15 +157,17 @@ class LLM:
         self._exchange(self.cache, (scheduler, max_requests, max_batch_tokens))
 
     def _exchange(self, cache: kv_cache.KVCache, planning: _Planning) -> None:
+        self._check_idle()
+        self.core, self._planning = self._join(cache, planning, self.sampler), planning
+
+    def _check_idle(self) -> None:
         if self.core.has_work:
             raise RequestError("requests are in flight; finish or close their streams before a part is exchanged.")
-        self.core, self._planning = self._join(cache, planning, self.sampler), planning
 
     def _join(self, cache: kv_cache.KVCache, planning: _Planning, sampler: sampling.Sampler) -> EngineCore:
         """The parts in one engine, its figures beginning anew."""
         planner = _open_scheduler(cache, *planning)
-        ends = self.config.eos_token_ids or self.tokenizer_config.eos_ids  # Meta's own config files name none
-        return EngineCore(self.model, cache, planner, sampler, ends, self.config.context_length)
+        return EngineCore(self.model, cache, planner, sampler, self._intake.end_ids, self.config.context_length)
 
     def generate(
         self,
@@ -163,21 +179,49 @@ class LLM:
         each = list(params) if isinstance(params, Sequence) else [params] * len(batch)
         if len(each) != len(batch):
             raise RequestError(f"{len(batch)} prompts came with {len(each)} SamplingParams; give one, or one for each.")
-        requests = [self.request(prompt, one) for prompt, one in zip(batch, each, strict=True)]
+        asked = [self._requests(prompt, one) for prompt, one in zip(batch, each, strict=True)]
+        beams = [choices for choices in asked if choices[0].params.beam_width is not None]
+        requests = [request for choices in asked if choices not in beams for request in choices]
         try:
             for request in requests:
                 self.core.add(request)
             self._run(requests)
         finally:
             self._give_up(requests, "the call that asked for it was interrupted.")
-        readers = [Reader(request, self.tokenizer) for request in requests]
-        texts = ["".join(piece.text for piece in reader.new_pieces()) for reader in readers]
-        return [Completion.of(request, text) for request, text in zip(requests, texts, strict=True)]
+        for choices in beams:
+            choices[:] = beam_search.answer(self.core, choices[0])
+        return [Completion.read(choices, self.tokenizer) for choices in asked]
 
     def request(self, prompt: Prompt, params: sampling.SamplingParams | None = None) -> scheduler.Request:
-        """A checked request with a number of its own, for `core.add` and for `AsyncEngine`. Raises RequestError."""
-        ids, params = self._token_ids(prompt), _params(params)
-        return scheduler.Request(next(self._request_ids), ids, params, arrival=self.core.clock())
+        """The one request for a prompt, as in `requests`. Raises RequestError, also where several answers are asked."""
+        if getattr(params, "n", 1) != 1:
+            raise RequestError("params asks for several answers, which are several requests; take them of `requests`.")
+        return self.requests(prompt, params)[0]
+
+    def requests(self, prompt: Prompt, params: sampling.SamplingParams | None = None) -> list[scheduler.Request]:
+        """Checked requests with numbers of their own, for `core.add` and for `AsyncEngine`: one for each of params.n
+        answers. Raises RequestError, also for beams."""
+        beam_search.refuse(params)
+        return self._requests(prompt, params)
+
+    def _requests(self, prompt: Prompt, params: sampling.SamplingParams | None) -> list[scheduler.Request]:
+        """The same; one request where beams are asked for."""
+        # static batching looks for no prefix, so nothing would be gained by waiting for one
+        sharing = getattr(self.cache, "prefix_sharing", False) and self._planning[0] != "static"
+        return self._intake.requests(prompt, params, self.core.clock(), sharing)
+
+    def logprobs(self, text: Prompt, top: int = 0) -> list[sampling.TokenLogprobs | None]:
+        """How probable the model finds each token of a text, and its `top` most probable ones there; None for the first
+        token. No step runs meanwhile. Raises RequestError."""
+        top = sampling.SamplingParams(prompt_logprobs=top).prompt_logprobs or 0
+        ids = self._intake.text_ids(text)
+        with self.core.between_steps():
+            return scoring.prompt_logprobs(self.model, ids, top)
+
+    def perplexity(self, text: Prompt) -> float:
+        """exp of the mean negative log-probability of a text's tokens but the first: so many equally likely tokens
+        would surprise as much (Jelinek et al. 1977). Raises RequestError."""
+        return scoring.perplexity(self.logprobs(text))
 
     def chat(
         self,
@@ -197,29 +241,31 @@ class LLM:
         tools, documents: see `Tokenizer.render_chat`. Raises RequestError, TokenizerError.
         """
         check_messages(messages)
-        render = partial(self._require_tokenizer().render_chat, tools=tools, documents=documents)
+        render = partial(required(self.tokenizer).render_chat, tools=tools, documents=documents)
         return render(tokenizer.truncate_chat(messages, lambda some: len(render(some)), self.tokenizer_config))
 
     def stream(self, prompt: Prompt, params: sampling.SamplingParams | None = None) -> Iterator[Piece]:
-        """Yields pieces of text as they become certain. Checks the prompt at once, not at the first piece."""
-        return self._pieces(self.request(prompt, params))
+        """Yields pieces of text as they become certain, those of several answers (params.n) side by side. Checks the
+        prompt at once, not at the first piece."""
+        return self._pieces(self.requests(prompt, params))
 
-    def _pieces(self, request: scheduler.Request) -> Iterator[Piece]:
+    def _pieces(self, requests: Sequence[scheduler.Request]) -> Iterator[Piece]:
         """Steps when there is nothing left to give: what others have stepped for is given first."""
-        reader, reason = Reader(request, self.tokenizer), None
-        request.arrival = self.core.clock()  # nothing has begun before the first piece is asked for
+        readers = [Reader(request, self.tokenizer) for request in requests]
         try:
-            self.core.add(request)
-            while reason is None:
+            for request in requests:
+                request.arrival = self.core.clock()  # nothing has begun before the first piece is asked for
+                self.core.add(request)
+            while readers:
                 with self.core.between_steps():
-                    pieces = reader.new_pieces()
-                for piece in pieces:
-                    yield piece
-                    reason = piece.finish_reason
+                    pieces = [piece for reader in readers for piece in reader.new_pieces()]
+                yield from pieces
+                over = {piece.choice for piece in pieces if piece.finish_reason is not None}
+                readers = [reader for reader in readers if reader.request.choice not in over]
                 if not pieces:
                     self.core.step()
         finally:  # also when a stream is dropped half-way or interrupted
-            self._give_up([request], "its stream was closed.")
+            self._give_up(requests, "its stream was closed.")
 
     def _run(self, requests: Sequence[scheduler.Request]) -> None:
         """Steps until all have ended, showing how far they are when it takes a while."""
@@ -237,36 +283,10 @@ class LLM:
             if not request.ended:
                 self.core.abort(request, error)
 
-    def _token_ids(self, prompt: Prompt) -> list[int]:
-        """Checks a prompt against the vocabulary and the context; text is encoded without control tokens."""
-        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
-            raise RequestError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}.")
-        ids = self._require_tokenizer().encode(prompt) if isinstance(prompt, str) else list(prompt)
-        vocab, context = self.config.vocab_size, self.config.context_length
-        if not ids:
-            raise RequestError("the prompt is empty; there is nothing to continue.")
-        for token in ids:
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
-                raise RequestError(f"the prompt holds {token!r}; token ids are whole numbers from 0 to {vocab - 1}.")
-        if len(ids) >= context and self.tokenizer_config.truncation in (None, "chat"):
-            raise RequestError(f"the prompt has {len(ids)} tokens; the context holds {context}, the answer included.")
-        return tokenizer.truncate(ids, self.tokenizer_config)
-
-    def _require_tokenizer(self) -> tokenizer.Tokenizer:
-        if self.tokenizer is None:
-            raise TokenizerError("this checkpoint has no tokenizer; give prompts as token ids.")
-        return self.tokenizer
-
 
 def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
     several = isinstance(prompts, Sequence) and not isinstance(prompts, str | bytes)
     return not several or (len(prompts) > 0 and isinstance(prompts[0], int))
-
-
-def _params(params: sampling.SamplingParams | None) -> sampling.SamplingParams:
-    if params is not None and not hasattr(params, "max_tokens"):
-        raise RequestError(f"params is {params!r}; give a SamplingParams, or one for each prompt.")
-    return params or sampling.SamplingParams()
 
 
 def _check_planning(kind: Any, max_requests: Any, max_batch_tokens: Any) -> None:

@@ -19,24 +19,24 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from llmfromscratch import kv_cache, model, sampling, scheduler
+from llmfromscratch import kv_cache, model, sampling, scheduler, scoring, stopping
 from llmfromscratch.batch import Batch
-from llmfromscratch.errors import OutOfMemory
+from llmfromscratch.errors import OutOfMemory, RequestError
 from llmfromscratch.metrics import EngineMetrics
 from llmfromscratch.steps import StepRecord, blocks_in_use, plan_step
 
 _FILLER = 0  # the token id of padding: its keys and values are computed and taken back, and nobody looks at them
 _BAD_LOGITS = "the model's logits are NaN or infinite: its weights or dtype are at fault."
+_NOTHING_LEFT = "nothing is left to choose from: what was asked of the answer rules out every token; ask for less."
 _log = logging.getLogger(__name__)
 
 
 class _InFlight(NamedTuple):
     request: scheduler.Request
     ends: frozenset[int]  # the token ids that end it
-    stream: Any  # its random numbers: kept here, they outlive a preemption
+    row: Any  # what the sampler knows of it: kept here, it outlives a preemption
 
 
 class _Letter(NamedTuple):
@@ -47,9 +47,11 @@ class _Letter(NamedTuple):
 class EngineCore:
     """Runs requests step by step over a model, a cache, a scheduler and a sampler.
 
-    eos_token_ids: end every request that does not ignore them. context_length: tokens of prompt and answer at most.
-    clock: seconds; on_step is given the record of every step.
+    eos_token_ids: the model's own ends, of every request that does not ignore them. context_length: tokens of
+    prompt and answer at most. clock: seconds; on_step is given the record of every step.
     """
+
+    _followers: list[scheduler.Request]  # held back until the one they follow has a token
 
     def __init__(
         self,
@@ -68,20 +70,22 @@ class EngineCore:
         self._lock = threading.Lock()
         self.metrics = EngineMetrics()
         self._in_flight: dict[int, _InFlight] = {}
+        self._followers = []
         self._inbox: deque[_Letter] = deque()
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._in_flight or self._inbox)
+        return bool(self._in_flight or self._followers or self._inbox)
 
     def add(self, request: scheduler.Request) -> None:
         """Takes a request in, now or, while a step is under way, after it. Never waits.
 
         One that can never be served ends with the reason in its `error`. No answer is longer than the context has room
-        for: max_tokens is lowered to that. Raises ValueError for the number of a request that is in flight.
+        for: max_tokens is lowered to that. One that follows another waits until that one has a token, or has ended.
+        Raises ValueError for the number of a request that is in flight.
         """
-        if request.request_id in self._in_flight:
+        if request.request_id in {*self._in_flight, *(held.request_id for held in self._followers)}:
             raise ValueError(f"request {request.request_id} is in flight already; give each a number of its own.")
         self._post(request, None)
 
@@ -133,29 +137,56 @@ class EngineCore:
                 self._begin(request)
             else:
                 self._abort(request, error)
+        for request in [held for held in self._followers if not self._is_early(held)]:
+            self._followers.remove(request)
+            self._begin(request)
         self._settle()
 
+    def _is_early(self, request: scheduler.Request) -> bool:
+        """Whether the one it follows is under way and has no token: then its prompt is not yet there to be shared."""
+        first = request.follows
+        if first is None or first.ended or first.token_ids:
+            return False
+        return first.request_id in self._in_flight or first in self._followers
+
     def _begin(self, request: scheduler.Request) -> None:
-        params, prompt = request.params, len(request.prompt_token_ids)
+        if self._is_early(request):
+            self._followers.append(request)
+            return
+        prompt = len(request.prompt_token_ids)
         room = self.context_length - prompt
-        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
         try:
             if room < 1:
                 raise OutOfMemory(
                     f"the prompt has {prompt} tokens; the context holds {self.context_length}, with answer."
                 )
-            request.params = replace(params, max_tokens=min(params.max_tokens, room))
-            held = _InFlight(request, ends, self.sampler.random_stream(params.seed))
+            if request.params.max_tokens > room:
+                request.params = replace(request.params, max_tokens=room)
+            held = _InFlight(request, stopping.end_ids(request.params, self.eos_token_ids), self._new_row(request))
             self.scheduler.add(request)
             self._in_flight[request.request_id] = held
-        except OutOfMemory as error:
+        except (OutOfMemory, RequestError) as error:
             self._abort(request, str(error))
             self.metrics.count_end(request)
         except BaseException as error:
             self._abort(request, f"the engine was stopped by {_named(error)}")
             raise
 
+    def _new_row(self, request: scheduler.Request) -> Any:
+        """What the sampler keeps of a request. Raises RequestError where it cannot begin."""
+        try:
+            row = self.sampler.start(request.params, request.prompt_token_ids, request.constraint)
+        except NotImplementedError:
+            raise
+        except Exception as error:
+            _log.exception("The sampler could not begin a request, which is given up.")
+            raise RequestError(f"the sampler failed: {_named(error)}") from error
+        if request.params.logprobs is not None:
+            request.logprobs = getattr(row, "logprobs", None)  # the sampler goes on writing into it
+        return row
+
     def _step(self) -> list[scheduler.Request]:
+        self._score_prompts()
         plan, record = plan_step(self.scheduler, self.cache, self.clock())
         served = self._settle()
         if not plan:
@@ -195,35 +226,75 @@ class EngineCore:
                 self._abort(work.request, f"the model failed in a step of this request: {_named(error)}")
             return None
 
+    def _score_prompts(self) -> None:
+        """The log-probabilities of the prompts of those who ask for them and have just begun."""
+        for held in self._in_flight.values():
+            request, top = held.request, held.request.params.prompt_logprobs
+            if top is None or request.prompt_logprobs is not None or request.ended:
+                continue
+            try:
+                shared = request.follows.prompt_logprobs if request.follows is not None else None
+                request.prompt_logprobs = shared or scoring.prompt_logprobs(self.model, request.prompt_token_ids, top)
+            except NotImplementedError:
+                raise
+            except Exception as error:  # noqa: BLE001  the prompts of the others are others
+                _log.exception("A prompt could not be scored; its request is given up.")
+                self._abort(request, f"the model failed on the prompt of this request: {_named(error)}")
+
     def _choose(self, plan: Sequence[scheduler.Work], logits: Tensor | None) -> list[tuple[scheduler.Request, int]]:
         """The next token of each request that gets one."""
         if logits is None:
             return []
-        chosen = []
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # once, instead of in every look at a row
-        finite = (logits - logits).sum(dim=-1).eq(0).tolist()  # inf - inf is NaN: a tenth of the time of isfinite
-        for work, row, good in zip(filter(lambda work: work.completes, plan), logits, finite, strict=True):
-            request = work.request
-            stream = self._in_flight[request.request_id].stream
-            if not good:
+        logits = logits.float()
+        finite = (logits - logits).sum(dim=-1).eq(0)  # inf - inf is NaN: a tenth of the time of isfinite
+        requests = []
+        for request, good in zip([work.request for work in plan if work.completes], finite.tolist(), strict=True):
+            if good:
+                requests.append(request)
+            else:
                 self._abort(request, _BAD_LOGITS)
-                continue
-            try:
-                chosen.append((request, self.sampler.sample(row, request.params, stream)))
-            except NotImplementedError:
-                raise
-            except Exception as error:  # noqa: BLE001  the others have logits of their own
-                _log.exception("The sampler failed; its request is given up.")
-                self._abort(request, f"the sampler failed: {_named(error)}")
-        return chosen
+        return self._sample(requests, logits if len(requests) == len(logits) else logits[finite])
+
+    def _sample(self, requests: Sequence[scheduler.Request], logits: Tensor) -> list[tuple[scheduler.Request, int]]:
+        """One call of the sampler for all rows [requests, vocab]; if it fails, one each, to find who is at fault.
+
+        What fails in `sampling.Sampler` (logits, constraints) does so before any row has drawn or noted anything.
+        """
+        if not requests:
+            return []
+        try:
+            tokens = self.sampler.sample(logits, [self._in_flight[request.request_id].row for request in requests])
+            chosen = list(zip(requests, tokens, strict=True))
+        except NotImplementedError:
+            raise
+        except Exception as error:  # noqa: BLE001  the others have logits of their own
+            if len(requests) > 1:
+                alone = [self._sample([request], row) for request, row in zip(requests, logits.split(1), strict=True)]
+                return [pair for pairs in alone for pair in pairs]
+            _log.exception("The sampler failed; its request is given up.")
+            self._abort(requests[0], f"the sampler failed: {_named(error)}")
+            return []
+        for request, token in chosen:
+            if token is None:
+                self._abort(request, _NOTHING_LEFT)
+        return [(request, token) for request, token in chosen if token is not None]
 
     def _record(self, request: scheduler.Request, token: int, now: float) -> None:
         request.record(token, now)
-        stop = token in self._in_flight[request.request_id].ends
-        if stop or len(request.token_ids) >= request.params.max_tokens:
+        stop = token in self._in_flight[request.request_id].ends or self._stops(request, token)
+        if not request.ended and (stop or len(request.token_ids) >= request.params.max_tokens):
             self.scheduler.finish(request, "stop" if stop else "length")
             if not request.ended:  # it would go on for ever
                 raise RuntimeError(f"the scheduler's finish left request {request.request_id} {request.state.value}.")
+
+    def _stops(self, request: scheduler.Request, token: int) -> bool:
+        """Whether the text ends with the token, at a stop string."""
+        try:
+            return request.stops is not None and request.stops(token)
+        except Exception as error:  # noqa: BLE001  this request's text is at fault, and nobody else's
+            _log.exception("A token could not be turned into text; its request is given up.")
+            self._abort(request, f"its tokens could not be turned into text: {_named(error)}")
+            return False
 
     def _settle(self) -> list[scheduler.Request]:
         """Lets go of the requests that have ended, and looks how things stand."""
@@ -232,10 +303,16 @@ class EngineCore:
             del self._in_flight[request.request_id]
             self.metrics.count_end(request)
         self.metrics.running, self.metrics.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
+        self.metrics.waiting += len(self._followers)
         self.metrics.blocks_used, self.metrics.blocks_total = blocks_in_use(self.cache)
         return ended
 
     def _abort(self, request: scheduler.Request, error: str) -> None:
+        if request in self._followers:  # the scheduler has not seen it
+            self._followers.remove(request)
+            request.end("abort", error)
+            self.metrics.count_end(request)
+            return
         try:
             self.scheduler.abort(request, error)
         finally:
@@ -245,9 +322,9 @@ class EngineCore:
                 self.cache.release(request.request_id)
 
     def _abort_everything(self, error: str) -> None:
-        for held in list(self._in_flight.values()):
+        for request in [*self._followers, *(held.request for held in self._in_flight.values())]:
             try:
-                self._abort(held.request, error)
+                self._abort(request, error)
             except Exception:  # noqa: BLE001  the error that led here is the one to be seen
                 _log.exception("A request could not be aborted properly.")
         self._settle()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from llmfromscratch import sampling
 from llmfromscratch.errors import OutOfMemory, RequestError
@@ -31,6 +32,11 @@ class Request:
     arrival, first_scheduled, first_token, last_token: when; None until it happens.
     prefix_hits: tokens that were found in the cache, each time it was begun. preemptions: how often it lost its memory.
     finish_reason: "stop", "length" or "abort", and then `error` says why.
+    constraint: what narrows its tokens from outside (`sampling.Constraint`). stops: called once with every new token;
+    True ends the request with "stop".
+    logprobs, prompt_logprobs: of its tokens and its prompt's, where asked for; nothing predicts the prompt's first.
+    follows: the request whose prompt it shares; it begins when that one has its first token, or has ended.
+    choice: its number among the answers to one prompt.
     """
 
     request_id: int
@@ -46,6 +52,12 @@ class Request:
     preemptions: int = 0
     finish_reason: str | None = None
     error: str | None = None
+    constraint: Any = None
+    stops: Callable[[int], bool] | None = None
+    logprobs: list[sampling.TokenLogprobs] | None = None
+    prompt_logprobs: list[sampling.TokenLogprobs | None] | None = None
+    follows: Request | None = None
+    choice: int = 0
 
     @property
     def ids(self) -> list[int]:

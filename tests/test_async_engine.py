@@ -42,9 +42,9 @@ def nothing_left(llm: LLM) -> None:
 class Slow(sampling.Sampler):
     """A sampler that gives the event loop time between steps."""
 
-    def sample(self, logits, params, stream):
+    def sample(self, logits, rows):
         threading.Event().wait(0.002)
-        return super().sample(logits, params, stream)
+        return super().sample(logits, rows)
 
 
 async def collect(stream) -> list:
@@ -245,14 +245,18 @@ def test_a_stream_that_nobody_begins_asks_for_nothing(llm):
 
 
 class Failing(sampling.Sampler):
-    def __init__(self, error: BaseException, at: int):
-        self.error, self.left = error, at
+    """A sampler that fails for one request, from the n-th call on."""
 
-    def sample(self, logits, params, stream):
+    def __init__(self, error: BaseException, at: int):
+        self.error, self.left, self.victim = error, at, None
+
+    def sample(self, logits, rows):
         self.left -= 1
         if self.left == 0:
+            self.victim = rows[0]
+        if any(row is self.victim for row in rows):
             raise self.error
-        return super().sample(logits, params, stream)
+        return super().sample(logits, rows)
 
 
 @pytest.mark.parametrize("error", [ValueError("no luck"), NotImplementedError("not yet written"), SystemExit(3)])
@@ -284,8 +288,9 @@ def test_tokens_that_are_no_text_end_their_own_request(llm, monkeypatch):
         return own(index)
 
     class Yes(sampling.Sampler):
-        def sample(self, logits, params, stream):
-            return good if params.priority else super().sample(logits, params, stream)
+        def sample(self, logits, rows):
+            tokens = super().sample(logits, rows)
+            return [good if row.params.priority else token for row, token in zip(rows, tokens, strict=True)]
 
     llm.sampler = Yes()
     monkeypatch.setattr(llm.tokenizer, "token_bytes", broken)

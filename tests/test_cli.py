@@ -68,6 +68,8 @@ def test_chat_over_a_pipe_answers_each_line_and_remembers_the_conversation(smoll
 WRONG_COMMANDS = [
     (["generate", "x", "--model", "smollm2-135m-instrukt"], "llmfromscratch: smollm2-135m-instrukt: no such file"),
     (["generate", "x", "--temperature", "-1"], "llmfromscratch: temperature is -1.0; it must be 0 (greedy)"),
+    (["generate", "x", "--top-p", "0.9"], "llmfromscratch: top_p is 0.9 and temperature is 0"),
+    (["chat", "--preset", "poems"], "llmfromscratch: There is no preset 'poems'; there are code, facts, chat, stories"),
 ]
 
 
@@ -126,6 +128,41 @@ def test_raw_continues_the_text_and_a_dash_reads_it_from_standard_input(tiny, ex
     monkeypatch.setattr(sys, "stdin", io.StringIO("Once"))
     assert cli.main(["generate", "-", *more]) == 0
     assert capsys.readouterr().out == answer.text + "\n"
+
+
+EVERY_OPTION = {
+    "temperature": 0.9, "top_k": 50, "top_p": 0.95, "min_p": 0.01, "typical_p": 0.99, "repetition_penalty": 1.3,
+    "presence_penalty": 0.2, "frequency_penalty": 0.1, "seed": 5, "stop": ("Q", "zz"), "include_stop": True,
+    "ignore_eos": True, "max_tokens": 12, "bad_words": ("xyz",), "required_words": ("a", "b"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command_name", ["generate", "chat"])
+def test_every_option_of_sampling_reaches_the_parameters_under_its_own_name(command_name):
+    arguments = [command_name, *(["x"] if command_name == "generate" else [])]
+    for name, value in EVERY_OPTION.items():
+        flag = {"bad_words": "--bad-word", "required_words": "--required-word"}.get(name, "--" + name.replace("_", "-"))
+        for one in value if isinstance(value, tuple) else (value,):
+            arguments += [flag] if one is True else [flag, str(one)]
+    assert cli._params(cli._parser().parse_args(arguments)) == SamplingParams(**EVERY_OPTION)
+    one = [*arguments[: 1 + (command_name == "generate")], "--regex", "a+"]
+    assert cli._params(cli._parser().parse_args(one)) == SamplingParams(regex="a+")
+
+
+def test_a_preset_can_be_changed_by_options_beside_it():
+    given = cli._parser().parse_args(["generate", "x", "--preset", "chat", "--top-p", "0.5", "--max-tokens", "7"])
+    assert cli._params(given) == SamplingParams.preset("chat", top_p=0.5, max_tokens=7)
+
+
+def test_sampling_options_change_the_answer_as_the_parameters_do(tiny, expected, capsys):
+    params = SamplingParams(max_tokens=20, temperature=1.1, top_p=0.8, seed=5, ignore_eos=True)
+    text = expected.generate("Once", params)[0].text
+    stop = text[5:7]
+    more = ["--max-tokens", "20", "--temperature", "1.1", "--top-p", "0.8", "--seed", "5", "--ignore-eos"]
+    assert cli.main(["generate", "Once", "--raw", *options(tiny, *more)]) == 0
+    assert capsys.readouterr().out == text + "\n"
+    assert cli.main(["generate", "Once", "--raw", *options(tiny, *more, "--stop", stop)]) == 0
+    assert capsys.readouterr().out == text[: text.index(stop)] + "\n"
 
 
 def test_chat_keeps_the_conversation_and_ends_at_an_empty_line(tiny, expected, capsys, monkeypatch):

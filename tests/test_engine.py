@@ -40,18 +40,19 @@ class WatchedCache(kv_cache.ConcatKVCache):
 
 
 class Scripted:
-    """A sampler that says what it is told; the rest of the engine is real."""
+    """A sampler that says what it is told, one row after the other; the rest of the engine is real."""
 
     def __init__(self, *tokens: int):
         self.tokens = list(tokens)
         self.logits: list[torch.Tensor] = []
 
-    def random_stream(self, seed):
-        return torch.Generator()
+    def start(self, params, prompt_token_ids, constraint=None):
+        return params
 
-    def sample(self, logits, params, stream):
-        self.logits.append(logits)
-        return self.tokens.pop(0)
+    def sample(self, logits, rows):
+        assert len(logits) == len(rows)
+        self.logits.extend(logits)
+        return [self.tokens.pop(0) for _ in rows]
 
 
 @pytest.fixture(scope="module")
@@ -389,10 +390,10 @@ def test_a_stream_that_is_dropped_half_way_gives_its_cache_back(llm):
 
 def test_an_interruption_gives_the_cache_back(llm):
     class Interrupting(Scripted):
-        def sample(self, logits, params, stream):
+        def sample(self, logits, rows):
             if len(self.tokens) == 1:
                 raise KeyboardInterrupt
-            return super().sample(logits, params, stream)
+            return super().sample(logits, rows)
 
     llm.sampler = Interrupting(5, 6, 7)
     with pytest.raises(KeyboardInterrupt):
@@ -950,9 +951,9 @@ def test_ctrl_c_at_any_call_leaves_the_llm_usable_and_the_cache_empty(folder, sc
             raise KeyboardInterrupt
 
     class Ticking(sampling.Sampler):
-        def sample(self, logits, params, stream):
+        def sample(self, logits, rows):
             tick()
-            return super().sample(logits, params, stream)
+            return super().sample(logits, rows)
 
     llm.sampler = Ticking()
     for module in (llm.model, llm.model.layers[1], llm.model.lm_head):

@@ -144,11 +144,11 @@ def test_a_step_returns_who_got_a_token_or_ended():
 
 def test_end_tokens_stop_length_counts_and_the_end_token_wins():
     class Says:
-        def random_stream(self, seed):
-            return None
-
-        def sample(self, logits, params, stream):
+        def start(self, params, prompt_token_ids, constraint=None):
             return params.seed
+
+        def sample(self, logits, rows):
+            return rows
 
     end = CONFIG.eos_token_ids[1]
     requests = [
@@ -263,10 +263,10 @@ def test_those_who_had_no_part_in_a_failing_step_go_on():
 
 def test_a_sampler_that_fails_ends_one_request():
     class Failing(sampling.Sampler):
-        def sample(self, logits, params, stream):
-            if params.seed == 13:
+        def sample(self, logits, rows):
+            if any(row.params.seed == 13 for row in rows):
                 raise ZeroDivisionError("no luck")
-            return super().sample(logits, params, stream)
+            return super().sample(logits, rows)
 
     requests = asked(4, 9, 2)
     requests[1].params = SamplingParams(max_tokens=5, seed=13)
@@ -274,6 +274,113 @@ def test_a_sampler_that_fails_ends_one_request():
     assert [request.finish_reason for request in requests] == ["length", "abort", "length"]
     assert requests[1].error == "the sampler failed: ZeroDivisionError: no luck"
     assert said(requests)[::2] == expected(requests)[::2]
+
+
+WARM = SamplingParams(max_tokens=5, temperature=1.3, seed=4, frequency_penalty=0.5, logprobs=1, ignore_eos=True)
+
+
+class Fickle:
+    """A constraint that allows everything and fails from the n-th call of one of its methods on."""
+
+    def __init__(self, method: str, at: int):
+        self.method, self.left = method, at
+
+    def tick(self, method: str) -> None:
+        self.left -= method == self.method
+        if self.left <= 0:
+            raise ZeroDivisionError("no luck")
+
+    def allowed(self):
+        self.tick("allowed")
+        return torch.ones(VOCAB, dtype=torch.bool)
+
+    def advance(self, token_id):
+        self.tick("advance")
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("method", ["allowed", "advance"])
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_constraint_that_fails_ends_its_request_and_costs_the_others_no_random_number(place, method, at, caplog):
+    wanted = run(new_core(), asked(4, 9, 2, params=WARM))
+    requests = asked(4, 9, 2, params=WARM)
+    requests[place].constraint = Fickle(method, at)
+    run(new_core(), requests)
+    assert [request.finish_reason for request in requests].count("abort") == 1
+    assert requests[place].error == "the sampler failed: ZeroDivisionError: no luck"
+    assert requests[place].token_ids == wanted[place].token_ids[: at - 1 + (method == "advance")]
+    for request, other in zip(requests, wanted, strict=True):
+        assert request is requests[place] or request.token_ids == other.token_ids
+        assert [entry.token_id for entry in request.logprobs] == request.token_ids
+
+
+def test_a_step_is_one_call_of_the_sampler_with_the_rows_that_it_began():
+    calls = []
+
+    class Watched(sampling.Sampler):
+        def start(self, params, prompt_token_ids, constraint=None):
+            row = super().start(params, prompt_token_ids, constraint)
+            calls.append(("start", row))
+            return row
+
+        def sample(self, logits, rows):
+            assert (logits.dtype, logits.shape) == (torch.float32, (len(rows), VOCAB))
+            calls.append(("sample", list(rows)))
+            return super().sample(logits, rows)
+
+    requests = run(new_core(sampler=Watched()), asked(3, 11, 1))
+    rows = [row for kind, row in calls if kind == "start"]
+    assert [row.prompt_token_ids for row in rows] == [request.prompt_token_ids for request in requests]
+    assert calls[3:] == [("sample", rows)] * 5
+    assert [row.token_ids for row in rows] == said(requests) == expected(requests)
+
+
+def test_a_row_without_finite_logits_is_not_shown_to_the_sampler():
+    def fault(call, logits, batch):
+        logits = logits.clone()
+        logits[1, 17] = float("nan")
+        return logits if call == 2 else None
+
+    seen = []
+
+    class Watched(sampling.Sampler):
+        def sample(self, logits, rows):
+            seen.append([len(row.prompt_token_ids) for row in rows])
+            return super().sample(logits, rows)
+
+    requests = run(new_core(Broken(fault), sampler=Watched()), asked(4, 9, 2))
+    assert seen == [[4, 9, 2], *[[4, 2]] * 4]
+    assert said(requests)[::2] == expected(requests)[::2]
+
+
+def test_a_sampler_that_cannot_begin_a_request_ends_that_one(caplog):
+    class Choosy(sampling.Sampler):
+        def start(self, params, prompt_token_ids, constraint=None):
+            if len(prompt_token_ids) == 9:
+                raise ValueError("nine is too many")
+            return super().start(params, prompt_token_ids, constraint)
+
+    requests = run(new_core(sampler=Choosy()), asked(4, 9, 2))
+    assert [request.finish_reason for request in requests] == ["length", "abort", "length"]
+    assert requests[1].error == "the sampler failed: ValueError: nine is too many"
+    assert said(requests)[::2] == expected(requests)[::2]
+
+
+def test_a_sampler_that_gives_too_few_tokens_is_found_out(caplog):
+    class Lazy(sampling.Sampler):
+        def sample(self, logits, rows):
+            return super().sample(logits, rows)[:1]
+
+    requests = run(new_core(sampler=Lazy()), asked(4))
+    assert said(requests) == expected(requests)
+
+    class Mute(sampling.Sampler):
+        def sample(self, logits, rows):
+            return []
+
+    requests = run(new_core(sampler=Mute()), asked(4, 9))
+    assert [request.finish_reason for request in requests] == ["abort", "abort"]
+    assert all("the sampler failed" in request.error for request in requests)
 
 
 class Interrupting(sampling.Sampler):
@@ -287,9 +394,11 @@ class Interrupting(sampling.Sampler):
         if self.left == 0:
             raise self.error
 
-    def sample(self, logits, params, stream):
+    def sample(self, logits, rows):
         self.tick()
-        return super().sample(logits, params, stream)
+        tokens = super().sample(logits, rows)
+        self.tick()
+        return tokens
 
     def model(self, batch, cache):
         self.tick()
@@ -318,7 +427,7 @@ def test_an_interruption_at_any_call_propagates_and_leaves_a_clean_engine(planne
             both.left = 0
             again = run(core, [Request(9, random_ids(5), FIVE)])
             assert said(again) == expected(again)
-    assert calls > 15
+    assert calls == 3 * 4 + 1  # before and after either, in each of three steps
 
 
 class TickingCache(kv_cache.PagedKVCache):

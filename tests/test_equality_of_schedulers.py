@@ -31,9 +31,10 @@ def alone(asked: Asked) -> list[int]:
     if asked not in _KNOWN:
         prompt, params = asked
         ids, ends = list(prompt), () if params.ignore_eos else CONFIG.eos_token_ids
-        stream = sampling.Sampler().random_stream(params.seed)
+        sampler = sampling.Sampler()
+        row = sampler.start(params, prompt)
         while len(ids) - len(prompt) < params.max_tokens and not (len(ids) > len(prompt) and ids[-1] in ends):
-            ids.append(sampling.Sampler().sample(all_logits(NETWORK, ids)[-1], params, stream))
+            ids += sampler.sample(all_logits(NETWORK, ids)[-1:].float(), [row])
         _KNOWN[asked] = ids[len(prompt) :]
     return _KNOWN[asked]
 
@@ -98,13 +99,25 @@ PLANNERS: dict[str, Callable[[kv_cache.KVCache], scheduler.Scheduler]] = {
 }
 
 
+FILTERED = [
+    {"temperature": 1.4, "top_k": 7},
+    {"temperature": 0.9, "top_p": 0.8},
+    {"temperature": 1.1, "top_k": 40, "top_p": 0.95, "min_p": 0.01},
+    {"temperature": 1.0, "typical_p": 0.7},
+]
+
+
 @st.composite
 def asked_for(draw) -> Asked:
-    """A prompt from a small alphabet, so that some begin alike, and parameters, greedy or sampled."""
+    """A prompt from a small alphabet, so that some begin alike, and parameters: greedy, drawn, filtered, penalized."""
     prompt = draw(st.lists(st.integers(3, 5), min_size=1, max_size=20))
+    warm = draw(st.sampled_from([{}, {}, {"temperature": 1.0}, {"temperature": 0.7}, *FILTERED]))
     params = SamplingParams(
         max_tokens=draw(st.integers(1, 9)),
-        temperature=draw(st.sampled_from([0.0, 0.0, 1.0])),
+        **warm,
+        repetition_penalty=draw(st.sampled_from([1.0, 1.0, 1.3])),
+        presence_penalty=draw(st.sampled_from([0.0, 0.5])),
+        frequency_penalty=draw(st.sampled_from([0.0, -0.3])),
         seed=draw(st.integers(0, 3)),
         ignore_eos=draw(st.booleans()),
         priority=draw(st.integers(-1, 1)),
@@ -164,10 +177,12 @@ def test_a_tiny_cache_does_preempt():
     assert said(requests) == [alone(one) for one in asked]
 
 
-# Two that share the beginning of their prompts, one drawn at random, and one whose prompt takes several steps.
+# Two that share the beginning of their prompts, one drawn with penalties on what it has said, and one whose prompt
+# takes several steps.
+PENALIZED = {"temperature": 1.3, "top_p": 0.9, "repetition_penalty": 1.4, "frequency_penalty": 0.8}
 SCENE = [
     ((5, 6, 7, 8, 9, 10), SamplingParams(max_tokens=6, ignore_eos=True)),
-    ((5, 6, 7, 8, 9, 11, 12), SamplingParams(max_tokens=5, ignore_eos=True, temperature=1.3, seed=4)),
+    ((5, 6, 7, 8, 9, 11, 12), SamplingParams(max_tokens=5, ignore_eos=True, seed=4, **PENALIZED)),
     (tuple(random_ids(17)), SamplingParams(max_tokens=4, ignore_eos=True)),
 ]
 
@@ -244,12 +259,19 @@ QUESTIONS = [
 ]  # fmt: skip
 
 
+MIXED = [
+    {}, {"temperature": 0.8, "seed": 1}, {}, {"temperature": 1.0, "top_p": 0.9, "seed": 2},
+    {"repetition_penalty": 1.2}, {"temperature": 0.7, "top_k": 40, "min_p": 0.05, "seed": 3}, {}, {},
+]  # fmt: skip
+
+
 @pytest.mark.model
 def test_the_real_model_says_the_same_alone_together_and_preempted(smollm2_fp32):
-    llm, params = smollm2_fp32, SamplingParams(max_tokens=16, ignore_eos=True)
-    usual = llm.cache
+    llm, usual = smollm2_fp32, smollm2_fp32.cache
+    params = [SamplingParams(max_tokens=16, ignore_eos=True, **settings) for settings in MIXED]
     try:
-        expected = [llm.generate(question, params)[0].token_ids for question in QUESTIONS]
+        pairs = zip(QUESTIONS, params, strict=True)
+        expected = [llm.generate(question, one)[0].token_ids for question, one in pairs]
         assert [answer.token_ids for answer in llm.generate(QUESTIONS, params)] == expected
         llm.use_scheduler("static", max_requests=3)
         assert [answer.token_ids for answer in llm.generate(QUESTIONS, params)] == expected

@@ -22,14 +22,15 @@ REPLACEABLE = {
 # From the ground up. A module imports from its own floor and from those below, and never in a circle.
 FLOORS = [
     {"errors", "progress"},
-    {"learner_engine", "batch", "config", "devices", "formats", "kernels", "hub"},
-    {"cache_parts", "checkpoint_files", "key_report", "placement", "rope", "text"},
+    {"learner_engine", "batch", "config", "sampling_params", "devices", "formats", "kernels", "hub"},
+    {"cache_parts", "checkpoint_files", "key_report", "placement", "rope", "text"}
+    | {"constraint_words", "constraint_expressions", "constraint_schemas", "constraint_endings"},
     {"loading", "tokenizer", "kv_cache"},
     {"kv_memory", "attention", "decode_attention", "compiled_decode", "attention_backends", "sparse_cache"},
     {"model"},
-    {"sampling", "request", "optimization", "quantization", "scheduler", "divergence"},
-    {"steps", "simulation"},
-    {"engine", "engine_core", "metrics", "answers", "async_engine"},
+    {"sampling", "constraints", "request", "optimization", "quantization", "scheduler", "divergence"},
+    {"steps", "simulation", "stopping", "scoring", "layer_skipping"},
+    {"engine", "engine_core", "metrics", "answers", "intake", "async_engine", "branches", "beam_search", "contrastive"},
     {"doctor", "server"},
     {"cli", "__init__", "__main__"},
     {"widgets", "course"},
