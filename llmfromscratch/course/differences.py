@@ -37,6 +37,7 @@ class Tolerance:
         scale = float(finite.max()) if finite.numel() else 0.0
         absolute = relative * scale if self.absolute is None else self.absolute
         near = (g - w).abs() <= absolute + relative * w.abs()
+        near &= torch.isfinite(w)  # any number lies within an infinite distance
         return near | (g == w) | (torch.isnan(g) & torch.isnan(w))
 
 

@@ -13,6 +13,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from llmfromscratch.widgets.attention_pattern import attention_pattern, draw_attention_pattern
+from llmfromscratch.widgets.beam_tree import beam_tree, draw_beam_tree
 from llmfromscratch.widgets.checkpoint_map import checkpoint_map, draw_checkpoint_map
 from llmfromscratch.widgets.cost_curves import cost_curves, draw_costs
 from llmfromscratch.widgets.cost_measurement import measure_costs
@@ -22,6 +23,8 @@ from llmfromscratch.widgets.latency_distribution import draw_latency_distributio
 from llmfromscratch.widgets.page_grid import draw_page_grid, page_grid
 from llmfromscratch.widgets.page_runs import record_allocations, record_pages
 from llmfromscratch.widgets.placement_planner import draw_placement, placement_planner
+from llmfromscratch.widgets.repetition_curve import draw_repetition, repetition_curve
+from llmfromscratch.widgets.sampling_distribution import draw_sampling_distribution, sampling_distribution
 from llmfromscratch.widgets.streaming_buffer import draw_streaming_buffer, streaming_buffer
 from llmfromscratch.widgets.token_borders import draw_token_borders, token_borders
 from llmfromscratch.widgets.token_reading import byte_tokenizer, character_tokenizer
@@ -31,17 +34,21 @@ from llmfromscratch.widgets.what_if import draw_what_if, what_if
 __all__ = [
     "FigureForm",
     "attention_pattern",
+    "beam_tree",
     "byte_tokenizer",
     "character_tokenizer",
     "checkpoint_map",
     "cost_curves",
     "draw_attention_pattern",
+    "draw_beam_tree",
     "draw_checkpoint_map",
     "draw_costs",
     "draw_gantt",
     "draw_latency_distribution",
     "draw_page_grid",
     "draw_placement",
+    "draw_repetition",
+    "draw_sampling_distribution",
     "draw_streaming_buffer",
     "draw_token_borders",
     "draw_tokens_per_character",
@@ -53,6 +60,8 @@ __all__ = [
     "placement_planner",
     "record_allocations",
     "record_pages",
+    "repetition_curve",
+    "sampling_distribution",
     "streaming_buffer",
     "token_borders",
     "tokens_per_character",

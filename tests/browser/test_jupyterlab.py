@@ -19,6 +19,7 @@ FIGURES = {  # chapter: (the label of a figure's cell, how many controls it has)
     "02_tokenizer": (("token-borders", 3), ("streaming-buffer", 2), ("tokens-per-character", 2)),
     "03_kv_cache": (("attention-pattern", 4), ("page-grid", 2), ("cost-curves", 2)),
     "04_scheduler": (("gantt", 3), ("latencies", 2), ("what-if", 5)),
+    "05_sampling": (("distribution", 6), ("beam-tree", 4), ("repetition", 4)),
 }
 LISTS_FIRST = {"page-grid"}  # one event later, the request that is followed may have left, and nothing would be drawn
 BROKEN = "Error displaying widget"

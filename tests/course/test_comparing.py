@@ -37,6 +37,7 @@ def test_equal_values_pass(got, want):
 
 
 DIFFERENT = [
+    (torch.tensor([0.0, -1.5]), torch.tensor([0.0, -torch.inf]), "got [0, -1.5], expected [0, -inf]"),
     (1, 2, "got 1, expected 2"),
     (1.0, 1.1, "got 1, expected 1.1"),
     (True, 1, "got a bool (True), expected an int"),
