@@ -11,7 +11,7 @@
 #   TORCH_INDEX  address of one more package index to look for torch in; none unless you name one
 
 PYTHON ?= python3
-EXTRAS ?= course,dev
+EXTRAS ?= course,serve,dev
 TORCH_BUILD ?= cpu
 TORCH_INDEX ?=
 

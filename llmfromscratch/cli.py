@@ -1,9 +1,10 @@
-"""The command line: `llmfromscratch generate | chat | models | doctor | lab | board | grade`."""
+"""The command line: `llmfromscratch generate | chat | serve | models | doctor | lab | board | grade`."""
 
 from __future__ import annotations
 
 import argparse
 import io
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -56,6 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_model_options(chat)
     chat.set_defaults(command=_chat)
 
+    _add_serve(commands)
+
     models = commands.add_parser("models", help="list the known models and where they lie")
     models.add_argument("--fetch", metavar="NAME", help="fetch and verify one now")
     models.set_defaults(command=_models)
@@ -64,6 +67,34 @@ def _parser() -> argparse.ArgumentParser:
     doctor.set_defaults(command=_doctor)
     _add_course(commands)
     return parser
+
+
+def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP, as OpenAI's clients expect it",
+        epilog="Ctrl-C finishes what runs and ends; a second one ends at once. Keys on a command line can be read by "
+        "everybody on the machine: --api-keys takes them from a file.",
+    )
+    serve.add_argument(
+        "model", nargs="?", default=_DEFAULT_MODEL, help="name, folder, file or hub id (default: %(default)s)"
+    )
+    serve.add_argument("--host", default="127.0.0.1", help="where to listen (default: this machine only)")
+    serve.add_argument("--port", type=int, default=8000, help="(default: %(default)s; 0: any that is free)")
+    serve.add_argument("--model-name", help="what clients call the model (default: the last part of MODEL)")
+    serve.add_argument(
+        "--api-key", action="append", default=[], metavar="KEY[=PRIORITY]", help="ask for this key; may be repeated"
+    )
+    serve.add_argument("--api-keys", type=Path, metavar="FILE", help="keys from a file, one KEY[=PRIORITY] a line")
+    serve.add_argument("--max-requests", type=int, help="requests computed at a time")
+    serve.add_argument("--max-queue", type=int, help="requests that may wait; one more is refused")
+    serve.add_argument("--max-streams", type=int, help="answers streamed at a time")
+    serve.add_argument("--max-prompt-tokens", type=int, help="tokens of a prompt at most")
+    serve.add_argument("--request-timeout", type=float, metavar="S", help="seconds until an answer is given up")
+    serve.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
+    serve.add_argument("--device", default="auto", help="auto, cpu, cuda or mps (default: %(default)s)")
+    serve.add_argument("--engine", metavar="DIR", help="use the modules in this folder in the place of the package's")
+    serve.set_defaults(command=_serve)
 
 
 def _add_course(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -212,6 +243,20 @@ def _print_stream(llm: LLM, prompt: str | list[int], params: sampling.SamplingPa
             return answer, 1
     print()
     return answer, 0
+
+
+def _serve(options: argparse.Namespace) -> int:
+    try:
+        from llmfromscratch.server import command
+    except ModuleNotFoundError as error:
+        print(f"llmfromscratch: {error}", file=sys.stderr)
+        return 1
+    if command.serve(options):
+        return 0
+    # at once means that nothing is waited for: neither a step of the model nor a thread that reads a long prompt
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(130)
 
 
 def _models(options: argparse.Namespace) -> int:

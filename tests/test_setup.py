@@ -52,7 +52,7 @@ def pins() -> dict[str, str]:
 
 def test_every_wanted_package_is_pinned_within_its_range() -> None:
     pinned = pins()
-    for name, requirement in wanted("course", "dev").items():
+    for name, requirement in wanted("course", "serve", "dev").items():
         assert name in pinned, f"{name} is not in constraints.txt"
         assert requirement.specifier.contains(pinned[name]), f"{requirement} is not met by {name}=={pinned[name]}"
 
@@ -71,7 +71,7 @@ def test_conda_users_get_the_same_packages_in_the_same_ranges() -> None:
     got = {canonicalize_name(each.name): each.specifier for each in from_conda}
     assert got.pop("pip") == "" and got.pop("python") == PROJECT["requires-python"]
     assert from_pip.pop() == "-e ."
-    expected = wanted("course", "dev")
+    expected = wanted("course", "serve", "dev")
     assert {Requirement(line).name: Requirement(line).specifier for line in from_pip} == {
         name: expected.pop(name).specifier for name in FROM_PIP
     }
@@ -217,14 +217,14 @@ def clone(tmp_path: Path) -> Clone:
 
 
 TORCH = f"torch=={pins()['torch']}"
-REST = ["setuptools", "--no-build-isolation -e .[course,dev]"]
+REST = ["setuptools", "--no-build-isolation -e .[course,serve,dev]"]
 
 
 @needs_make
 @pytest.mark.parametrize("target", ["lab", "test", "notebooks"])
 def test_each_target_alone_sets_up_fetches_the_model_and_does_its_work(clone: Clone, target: str) -> None:
     plan = clone.make("-n", target).stdout
-    steps = [" -m venv ", "torch==", '-e ".[course,dev]"', "models --fetch smollm2-135m-instruct"]
+    steps = [" -m venv ", "torch==", '-e ".[course,serve,dev]"', "models --fetch smollm2-135m-instruct"]
     steps.append({"lab": "llmfromscratch lab", "test": "-m pytest", "notebooks": "authoring.builder"}[target])
     places = [plan.index(step) for step in steps]
     assert places == sorted(places)

@@ -63,7 +63,9 @@ def test_the_wheel_holds_every_module_and_the_typing_marker_and_nothing_else(whe
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     files = (path for path in (ROOT / "llmfromscratch").rglob("*") if "__pycache__" not in path.parts)
-    sources = (path for path in files if path.suffix in {".py", ".json"} or path.name == "py.typed")
+    sources = (
+        path for path in files if path.suffix in {".py", ".json", ".html", ".css", ".js"} or path.name == "py.typed"
+    )
     expected = {path.relative_to(ROOT).as_posix() for path in sources}
     assert {name for name in names if ".dist-info/" not in name} == expected
 
