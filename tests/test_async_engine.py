@@ -25,11 +25,11 @@ def loaded(tmp_path_factory) -> LLM:
 @pytest.fixture
 def llm(loaded) -> LLM:
     """The tiny model; afterwards nothing is in flight, no block is held, and no thread is left."""
-    threads = threading.active_count()
+    before = set(threading.enumerate())  # those of other tests may end meanwhile
     loaded.use_scheduler(max_requests=8)
     loaded.sampler = sampling.Sampler()
     yield loaded
-    assert threading.active_count() == threads
+    assert not set(threading.enumerate()) - before
     nothing_left(loaded)
 
 

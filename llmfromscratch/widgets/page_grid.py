@@ -65,8 +65,8 @@ def draw_page_grid(history: PageHistory, step: int, follow: str = "") -> Figure:
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, _WIDTH), ylim=(height, 0))
     axes.set_axis_off()
-    axes.text(_MARGIN, 0.26, shortened(_title(history, step), _WIDTH - 2 * _MARGIN, 11), fontsize=11, va="center",
-              parse_math=False)  # fmt: skip
+    title = _title(history, step) + (f"; {follow} does not run now" if follow and follow not in shot.tables else "")
+    axes.text(_MARGIN, 0.26, shortened(title, _WIDTH - 2 * _MARGIN, 11), fontsize=11, va="center", parse_math=False)
     _draw_blocks(axes, history, shot, columns, cell)
     if follow in shot.tables:
         _draw_path(axes, shot.tables[follow], columns, cell)

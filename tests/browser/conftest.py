@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,34 +14,22 @@ from pathlib import Path
 
 import psutil
 import pytest
+from chromium import chromium
 from notebook_page import NotebookPage
 
 from llmfromscratch import learner_engine
 from llmfromscratch.course import progress
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
-# no sandbox: containers do not allow it; the others keep the browser from calling its maker
-FLAGS = [
-    "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync",
-    "--no-first-run",
-]  # fmt: skip
 EVERY_TWO_SECONDS = {"autosaveInterval": 2}  # JupyterLab's own interval is two minutes
 
 
 # for the module: while Playwright runs, the main thread has an event loop, which tests of other modules would meet
 @pytest.fixture(scope="module")
 def browser() -> Iterator:
-    """A headless Chromium. Where there is none, the test is skipped, except in CI, where that is a fault."""
-    program = next(filter(None, map(shutil.which, PROGRAMS)), None)
-    if program is None:
-        missing = f"no browser: none of {', '.join(PROGRAMS)} is installed"
-        pytest.fail(missing) if os.environ.get("CI") else pytest.skip(missing)
-    sync_api = pytest.importorskip("playwright.sync_api")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, args=FLAGS)
-        yield browser
-        browser.close()
+    """A headless Chromium."""
+    with chromium() as running:
+        yield running
 
 
 @pytest.fixture

@@ -184,6 +184,12 @@ def test_every_control_changes_the_picture(history):
         view.set(step=30)
 
 
+def test_that_the_followed_request_does_not_run_is_said_in_the_picture_too(history):
+    idle = next(step for step, shot in enumerate(history.snapshots) if "A" not in shot.tables)
+    assert "A does not run now" in " ".join(words(draw_page_grid(history, idle, follow="A")))
+    assert "does not run" not in " ".join(words(draw_page_grid(history, idle)))
+
+
 def test_cells_say_whose_they_are_and_how_far_they_are_filled():
     history = record_allocations(events=[("arrive", "A", 13), ("fork", "B", "A")], num_blocks=6)
     figure = draw_page_grid(history, 2)
