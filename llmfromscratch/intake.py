@@ -49,6 +49,9 @@ class Intake:
             raise RequestError(f"params is {params!r}; give a SamplingParams, or one for each prompt.")
         ids, params = self.prompt_ids(prompt), params or sampling.SamplingParams()
         self._check(params)
+        room = self.config.context_length - len(ids)
+        if params.max_tokens > room:  # as the core does it too; but a grammar has to know in time
+            params = replace(params, max_tokens=room)
         made: list[scheduler.Request] = []
         for choice in range(params.n if params.beam_width is None else 1):
             number = next(self._numbers)
@@ -56,7 +59,7 @@ class Intake:
             own = params if seed == params.seed else replace(params, seed=seed)
             made.append(scheduler.Request(number, ids, own, arrival=arrival, choice=choice))
             made[-1].follows = made[0] if sharing and choice else None
-            made[-1].constraint = self._constraint(own, self.config.context_length - len(ids))
+            made[-1].constraint = self._constraint(own)
             if own.stop:
                 made[-1].stops = stopping.StopWatcher(stopping.AnswerText.of(self.tokenizer, ids, own))
         return made
@@ -101,13 +104,9 @@ class Intake:
             if getattr(params, name) and self.tokenizer is None:
                 raise RequestError(f"{name} is about text, and this checkpoint has no tokenizer; leave it out.")
 
-    def _constraint(self, params: sampling.SamplingParams, room: int) -> Any:
-        """What narrows the tokens of an answer. room: tokens the context has left; a grammar ends in time for it."""
-        if self.tokenizer is None:
-            return None
+    def _constraint(self, params: sampling.SamplingParams) -> Any:
         ends = stopping.end_ids(params, self.end_ids)
-        own = replace(params, max_tokens=min(params.max_tokens, room))
-        return constraints.of(own, self.tokenizer, ends, self.config.vocab_size)
+        return constraints.of(params, self.tokenizer, ends, self.config.vocab_size)
 
     def _seed(self, params: sampling.SamplingParams, number: int, choice: int) -> int | None:
         """The first choice has the seed it would have alone, the others seeds made of it."""

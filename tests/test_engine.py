@@ -123,6 +123,13 @@ def test_a_full_context_finishes_with_length(llm, room):
     assert (answer.text, answer.finish_reason) == ("abcdefgh"[:room], "length")
 
 
+def test_a_request_knows_from_the_beginning_how_much_room_the_context_leaves_it(llm):
+    """Also what constrains its text, which has to end in time."""
+    ids, params = [7] * (CONTEXT - 3), SamplingParams(max_tokens=50)
+    assert llm.request(ids, params).params.max_tokens == 3
+    assert llm.request(ids[:-1], SamplingParams(max_tokens=4)).params.max_tokens == 4
+
+
 @pytest.mark.parametrize("prompt", [[5] * CONTEXT, [5] * 1000, "x" * 200])
 def test_a_prompt_that_fills_the_context_is_refused_with_both_lengths(llm, prompt):
     with pytest.raises(RequestError, match=f"the prompt has {len(prompt)} tokens; the context holds {CONTEXT}"):

@@ -285,26 +285,6 @@ MUTANTS: mutants.Mutants = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("exercise_id", list(MUTANTS))
-def test_the_reference_written_as_the_learners_own_passes(exercise_id):
-    mutants.expect_pass(exercise_id)
-
-
-@pytest.mark.parametrize(("exercise_id", "piece", "instead", "diagnosis"), mutants.cases_of(MUTANTS))
-def test_a_mutant_is_rejected_with_the_right_diagnosis(exercise_id, piece, instead, diagnosis):
-    mutants.expect_rejection(exercise_id, piece, instead, diagnosis)
-
-
-@pytest.mark.parametrize("exercise_id", list(MUTANTS))
-def test_the_engines_own_object_and_a_call_of_it_are_refused(exercise_id):
-    mutants.expect_refusal_of_the_engines_own(exercise_id)
-
-
-@pytest.mark.parametrize("exercise_id", list(MUTANTS))
-def test_a_blank_is_not_yet_written(exercise_id):
-    mutants.expect_not_yet_written(exercise_id)
-
-
 def shown_cases(check) -> list[str]:
     """The words of the cases that a check hands out, as learners read them."""
     texts = []
@@ -327,8 +307,3 @@ def test_a_case_stands_by_itself_and_shows_tensors_with_all_their_brackets():
     assert penalties[0] == "logits [[2]], seen [[True]], counts [[0]], repetition [2]"
     assert penalties[2] == ("logits [[2, 2]], seen [[False, True]], counts [[0, 0]], repetition [2]")
     assert "repetition [1.5, 1], presence [0, 1], frequency [0, 0.25]" in penalties[13]
-
-
-def test_every_exercise_here_has_at_least_five_mutants():
-    assert list(MUTANTS) == [f"5.{number}" for number in range(1, 8)]
-    assert all(len(listed) >= 5 for listed in MUTANTS.values())

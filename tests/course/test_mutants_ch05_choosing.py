@@ -158,30 +158,6 @@ MUTANTS: mutants.Mutants = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("exercise_id", "piece", "instead", "diagnosis"), mutants.cases_of(MUTANTS))
-def test_a_wrong_solution_is_rejected_and_its_mistake_named(exercise_id, piece, instead, diagnosis):
-    mutants.expect_rejection(exercise_id, piece, instead, diagnosis)
-
-
-@pytest.mark.parametrize("exercise_id", MUTANTS)
-def test_the_reference_written_as_a_learner_would_passes(exercise_id):
-    mutants.expect_pass(exercise_id)
-
-
-@pytest.mark.parametrize("exercise_id", MUTANTS)
-def test_the_engines_own_object_is_refused_however_it_is_called(exercise_id):
-    mutants.expect_refusal_of_the_engines_own(exercise_id)
-
-
-@pytest.mark.parametrize("exercise_id", MUTANTS)
-def test_the_blank_is_told_to_be_one(exercise_id):
-    mutants.expect_not_yet_written(exercise_id)
-
-
-def test_every_exercise_has_at_least_five_mutants():
-    assert all(len(listed) >= 5 for listed in MUTANTS.values())
-
-
 # (exercise, a whole first attempt, words of the diagnosis)
 AS_WRITTEN = [
     ("5.8", """

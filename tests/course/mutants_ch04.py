@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mutants
-import pytest
 
 _NEEDED = "needed = sum(prompts) + sum(answers) - len(prompts)"
 _SIDE = "max(prompts) + max(answers) - 1"
@@ -343,29 +342,3 @@ MUTANTS: mutants.Mutants = {
         ("except OutOfMemory:", "except KeyError:", "nobody else begins"),
     ],
 }  # fmt: skip
-# of a class, the methods that the chapter leaves blank; those not named are given
-BLANKS = {"4.5": ["key"]}
-
-
-@pytest.mark.parametrize("exercise_id", list(MUTANTS))
-def test_the_reference_written_as_the_learners_own_passes(exercise_id):
-    mutants.expect_pass(exercise_id)
-
-
-@pytest.mark.parametrize(("exercise_id", "piece", "instead", "diagnosis"), mutants.cases_of(MUTANTS))
-def test_a_mutant_is_rejected_with_the_right_diagnosis(exercise_id, piece, instead, diagnosis):
-    mutants.expect_rejection(exercise_id, piece, instead, diagnosis)
-
-
-@pytest.mark.parametrize("exercise_id", list(MUTANTS))
-def test_the_engines_own_object_and_a_call_of_it_are_refused(exercise_id):
-    mutants.expect_refusal_of_the_engines_own(exercise_id)
-
-
-@pytest.mark.parametrize("exercise_id", list(MUTANTS))
-def test_a_blank_is_not_yet_written(exercise_id):
-    mutants.expect_not_yet_written(exercise_id, BLANKS.get(exercise_id))
-
-
-def test_every_exercise_of_the_chapter_has_at_least_five_mutants():
-    mutants.expect_enough(4, MUTANTS)

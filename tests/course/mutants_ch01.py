@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-
 import mutants
-import pytest
 
 # exercise: [(piece of the reference, what stands there instead, words of the diagnosis)]
 MUTANTS: mutants.Mutants = {
@@ -122,28 +119,3 @@ MUTANTS: mutants.Mutants = {
         ("self.rotary(batch.positions)", "self.rotary(torch.arange(len(batch.token_ids)))", "counted from 0"),
     ],
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("exercise_id", list(MUTANTS))
-def test_the_reference_written_as_the_learners_own_passes(exercise_id):
-    mutants.expect_pass(exercise_id)
-
-
-@pytest.mark.parametrize(("exercise_id", "piece", "instead", "diagnosis"), mutants.cases_of(MUTANTS))
-def test_a_mutant_is_rejected_with_the_right_diagnosis(exercise_id, piece, instead, diagnosis):
-    mutants.expect_rejection(exercise_id, piece, instead, diagnosis)
-
-
-@pytest.mark.parametrize("exercise_id", list(MUTANTS))
-def test_the_engines_own_object_and_a_call_of_it_are_refused(exercise_id):
-    mutants.expect_refusal_of_the_engines_own(exercise_id)
-
-
-@pytest.mark.parametrize("exercise_id", list(MUTANTS))
-def test_a_blank_is_not_yet_written(exercise_id):
-    is_class = inspect.isclass(mutants.written(exercise_id, mutants.code_of(exercise_id)))
-    mutants.expect_not_yet_written(exercise_id, ["forward"] if is_class else None)
-
-
-def test_every_exercise_of_the_chapter_has_at_least_five_mutants():
-    mutants.expect_enough(1, MUTANTS)
