@@ -46,12 +46,13 @@ class Batch:
         parts: Sequence[tuple[int, Sequence[int], int]],
         device: str | torch.device = "cpu",
         all_logits: bool = False,
-        logits_at: Sequence[int | None] | None = None,
+        logits_at: Sequence[int | Sequence[int] | None] | None = None,
     ) -> Batch:
         """Joins (request id, new token ids, tokens already cached) to one batch.
 
         Logits are asked for the last token of each part, or for every token with `all_logits`. logits_at: where else,
-        one entry for each part: the index within its new tokens, or None for a part whose logits nobody needs.
+        one entry for each part: the index within its new tokens, several of them, or None for a part whose logits
+        nobody needs.
         """
         token_ids: list[int] = []
         positions: list[int] = []
@@ -66,13 +67,19 @@ class Batch:
             rows = list(range(len(token_ids)))
         else:
             wanted = [span.length - 1 for span in spans] if logits_at is None else logits_at
-            rows = [_row(span, index) for span, index in zip(spans, wanted, strict=True) if index is not None]
+            rows = [_row(span, index) for span, some in zip(spans, wanted, strict=True) for index in _indices(some)]
         return cls(
             torch.tensor(token_ids, dtype=torch.int64, device=device),
             torch.tensor(positions, dtype=torch.int64, device=device),
             tuple(spans),
             torch.tensor(rows, dtype=torch.int64, device=device),
         )
+
+
+def _indices(some: int | Sequence[int] | None) -> Sequence[int]:
+    if some is None:
+        return ()
+    return (some,) if isinstance(some, int) else some
 
 
 def _row(span: Span, index: int) -> int:

@@ -10,6 +10,7 @@ sentence; the package works without. What it costs: some seconds of compiling at
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache as once
 from typing import Any, TypeGuard
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmfromscratch import attention, kv_cache
+from llmfromscratch import attention, kv_cache, masks
 from llmfromscratch.batch import Batch, Span
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -80,40 +81,71 @@ class Plan:
     threads: int
 
     @classmethod
-    def of(cls, batch: Batch, cache: kv_cache.PagedKVCache | kv_cache.StaticKVCache) -> Plan:
-        """The plan for the decode steps of a batch whose keys and values are in the cache, or about to be."""
-        steps = [span for span in batch.spans if span.length == 1]
-        if isinstance(cache, kv_cache.PagedKVCache):
-            slots = [_slots_of_blocks(span, cache) for span in steps]
-            _, kv_heads, num_blocks, block_size, _ = cache.storage[0].shape
-            head_stride, value_start = num_blocks * block_size, kv_heads * num_blocks * block_size
-        else:
-            _, max_requests, kv_heads, head_stride, _ = cache.storage[0].shape
-            value_start = max_requests * kv_heads * head_stride
-            firsts = [cache.rows[span.request_id] * kv_heads * head_stride for span in steps]
-            slots = [np.arange(first, first + span.start + 1) for first, span in zip(firsts, steps, strict=True)]
+    def of(
+        cls,
+        batch: Batch,
+        cache: kv_cache.PagedKVCache | kv_cache.StaticKVCache,
+        mask: masks.Mask | None = None,
+        every_row: bool = False,
+    ) -> Plan:
+        """The plan for the decode steps of a batch whose keys and values are in the cache, or about to be. With a mask,
+        only what it shows has a slot: the rest is not read. every_row: each row of the batch is a step of its own.
+        """
+        spans = [span for span in batch.spans if every_row or span.length == 1]
+        of_spans, kv_heads, head_stride, value_start = _slots(spans, cache)
+        positions = [span.start + row for span in spans for row in range(span.length)]
+        slots = [of_one[: span.start + row + 1] for of_one, span in of_spans for row in range(span.length)]
+        if mask is not None:
+            slots = [each[masks.seen_from(mask, position)] for each, position in zip(slots, positions, strict=True)]
         ends = np.cumsum([len(each) for each in slots])
-        rows = None if len(steps) == len(batch.spans) else torch.tensor([span.first_row for span in steps])
+        rows = None if len(spans) == len(batch.spans) else torch.tensor([span.first_row for span in spans])
         threads = min(torch.get_num_threads(), max_threads())
         pieces = max(1, min(threads, kv_heads * int(ends[-1]) // _LEAST))
         return cls(batch, rows, np.concatenate(slots), ends, kv_heads, head_stride, value_start, pieces, threads)
 
 
+def _slots(
+    spans: list[Span], cache: kv_cache.PagedKVCache | kv_cache.StaticKVCache
+) -> tuple[list[tuple[np.ndarray, Span]], int, int, int]:
+    """Of each span the slots of all tokens up to its last one, and the span; kv heads, head_stride, value_start."""
+    if isinstance(cache, kv_cache.PagedKVCache):
+        _, kv_heads, num_blocks, block_size, _ = cache.storage[0].shape
+        head_stride = num_blocks * block_size
+        slots = [(_slots_of_blocks(span, cache), span) for span in spans]
+        return slots, kv_heads, head_stride, kv_heads * head_stride
+    _, max_requests, kv_heads, head_stride, _ = cache.storage[0].shape
+    slots = []
+    for span in spans:
+        first = cache.rows[span.request_id] * kv_heads * head_stride
+        slots.append((np.arange(first, first + span.start + span.length), span))
+    return slots, kv_heads, head_stride, max_requests * kv_heads * head_stride
+
+
 def _slots_of_blocks(span: Span, cache: kv_cache.PagedKVCache) -> np.ndarray:
-    """As `kv_cache.slots_of` for all tokens up to a span's first, int64 [start + 1], which numpy makes sooner."""
-    length, size = span.start + 1, cache.block_size
+    """As `kv_cache.slots_of` for all tokens up to a span's last, int64 [start + length], which numpy makes sooner."""
+    length, size = span.start + span.length, cache.block_size
     table = np.array(cache.block_tables[span.request_id][: -(-length // size)])
     return (table[:, None] * size + np.arange(size)).ravel()[:length]
 
 
-def attend(queries: Tensor, layer: int, batch: Batch, cache: kv_cache.PagedKVCache | kv_cache.StaticKVCache) -> Tensor:
-    """As `attention.attend`: queries [tokens, heads, head_dim] over each row's own request; same shape and dtype."""
+def attend(
+    queries: Tensor,
+    layer: int,
+    batch: Batch,
+    cache: kv_cache.PagedKVCache | kv_cache.StaticKVCache,
+    mask: masks.Mask | None = None,
+    prompts: Callable[[Tensor, int, Batch, Any], Tensor] | None = None,
+) -> Tensor:
+    """As `attention.attend`: queries [tokens, heads, head_dim] over each row's own request; same shape and dtype.
+
+    mask: who sees whom; None shows everything before. prompts: who computes the other rows, `attention.attend` if None.
+    """
     # the plan holds on to its batch, so that no other batch can have its id
-    plan = cache.gathers.once(("compiled", id(batch)), lambda: Plan.of(batch, cache))
+    plan = cache.gathers.once(("compiled", id(batch), mask), lambda: Plan.of(batch, cache, mask))
     if plan.rows is None:
         return _attend_steps(queries, cache.storage[layer], plan)
     others = tuple(span for span in batch.spans if span.length > 1)
-    output = attention.attend(queries, layer, replace(batch, spans=others), cache)
+    output = (prompts or attention.attend)(queries, layer, replace(batch, spans=others), cache)
     output[plan.rows] = _attend_steps(queries[plan.rows], cache.storage[layer], plan)
     return output
 
@@ -123,29 +155,39 @@ def _attend_steps(queries: Tensor, stored: Tensor, plan: Plan) -> Tensor:
     steps, _, head_dim = queries.shape
     asked = queries.detach().float().contiguous().view(steps, plan.kv_heads, -1, head_dim)
     output = torch.empty_like(asked)
-    bits = stored.view(torch.uint16) if stored.dtype == torch.bfloat16 else stored
     where = (plan.slots, plan.ends, plan.head_stride, plan.value_start)
-    _launch(plan, asked.numpy(), bits.view(-1, head_dim).numpy(), *where, output.numpy())
+    launch(plan, asked.numpy(), numbers(stored).reshape(-1, head_dim), *where, output.numpy())
     return output.view(queries.shape).to(queries.dtype)
 
 
-def _launch(plan: Plan, *arguments: Any) -> None:
-    """Runs the kernel in the plan's threads; how many other compiled functions get stays as it was."""
-    import numba
+def numbers(tensor: Tensor) -> np.ndarray:
+    """The same memory as an array: float32 as it is, bfloat16, which numpy does not know, as its bits in uint16."""
+    tensor = tensor.detach()
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
+
+def launch(plan: Plan, *arguments: Any) -> None:
+    """Runs the kernel in the plan's threads."""
     from llmfromscratch.kernels import paged_decode
 
     if max_threads() == 1:
         paged_decode.attend_on_one_thread(*arguments)
-        return
+    else:
+        in_threads(plan.threads, paged_decode.attend_on_threads, *arguments, plan.pieces)
+
+
+def in_threads(threads: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a compiled function that may use so many threads; how many others get stays as it was."""
+    import numba
+
     before = numba.get_num_threads()
-    if before != plan.threads:
-        numba.set_num_threads(plan.threads)
+    if before == threads:
+        return function(*arguments)
+    numba.set_num_threads(threads)
     try:
-        paged_decode.attend_on_threads(*arguments, plan.pieces)
+        return function(*arguments)
     finally:
-        if before != plan.threads:
-            numba.set_num_threads(before)
+        numba.set_num_threads(before)
 
 
 def _try_out(dtype: torch.dtype) -> None:

@@ -35,6 +35,7 @@ NEEDED = [
     "numba",
 ]
 FOR_THE_COURSE = ["jupyterlab", "ipykernel", "ipywidgets", "matplotlib", "nbformat", "nbclient", "jupytext"]
+FOR_THE_COURSE += ["triton"] * (sys.platform == "linux")  # it is there for no other system
 REPLACEABLE = [
     "loading", "tokenizer", "kv_cache", "scheduler", "sampling", "optimization", "quantization", "model", "attention",
 ]  # fmt: skip
@@ -162,7 +163,7 @@ def check_accelerator() -> Check:
 
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        return Check("gpu", "ok", f"CUDA: {', '.join(names)}")
+        return _with_triton(f"CUDA: {', '.join(names)}")
     if torch.backends.mps.is_available():
         return Check("gpu", "ok", "MPS: Apple's GPU")
     if shutil.which("nvidia-smi") is None:
@@ -174,16 +175,32 @@ def check_accelerator() -> Check:
     return Check("gpu", "warn", f"torch is built for CUDA {torch.version.cuda} but finds no GPU", remedy)
 
 
-def check_kernels() -> Check:
-    """Whether decode attention can be compiled here, for what dtype="auto" means, and how many threads it gets."""
-    from llmfromscratch import compiled_decode, devices
+def _with_triton(finding: str) -> Check:
+    """A GPU, and whether Triton's kernels can be had on it."""
+    from llmfromscratch import attention_triton, devices
 
-    lacking = compiled_decode.unavailable(devices.fast_dtype("cpu")[0])
+    lacking = attention_triton.unavailable("cuda", devices.fast_dtype("cuda")[0])
+    if lacking:
+        remedy = (
+            'PyTorch computes; for layers="triton" install triton in the version of constraints.txt, and a C compiler.'
+        )
+        return Check("gpu", "warn", f"{finding}; {lacking}", remedy)
+    return Check("gpu", "ok", f"{finding}; Triton compiles kernels for it")
+
+
+def check_kernels() -> Check:
+    """Whether layers and decode attention can be compiled here, for what dtype="auto" means; for how many threads."""
+    from llmfromscratch import compiled_decode, compiled_layers, devices
+
+    dtype = devices.fast_dtype("cpu")[0]
+    lacking = compiled_decode.unavailable(dtype) or compiled_layers.unavailable(dtype)
     if lacking:
         remedy = "Slower, but right; to have it, install numba again in the version of constraints.txt."
+        if "your multiply_rows" in lacking:
+            remedy = "Slower, but right; to have it, write multiply_rows in plain loops over numbers (exercise 6.5)."
         return Check("kernels", "warn", lacking, remedy)
     threads = compiled_decode.max_threads()
-    finding = f"Numba compiles decode attention, for up to {threads} thread{'s' * (threads > 1)}"
+    finding = f"Numba compiles layers and decode attention, for up to {threads} thread{'s' * (threads > 1)}"
     return Check("kernels", "ok", finding)
 
 

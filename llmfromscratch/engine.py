@@ -18,14 +18,19 @@ import torch
 from llmfromscratch import (
     attention_backends,
     beam_search,
+    compiled_graph,
+    drafters,
+    fused_layers,
     hub,
     kv_cache,
     kv_memory,
     loading,
+    masks,
     model,
     sampling,
     scheduler,
     scoring,
+    speculation,
     tokenizer,
 )
 from llmfromscratch.answers import Completion, Piece, Reader
@@ -53,12 +58,17 @@ class LLM:
     kv_cache_memory: for the paged and the static cache, bytes, or a share (below 1) of what is free after loading;
     None takes a quarter of it at most. prefix_sharing: prompts that begin alike share the blocks of the paged cache.
     window: keep only the newest `window` tokens and the first four (memory stays bounded, the answer changes).
-    attention: "auto", "plain" (PyTorch) or "compiled" (decode steps by a kernel that Numba compiles; needs a paged or
-    static cache, float32 or bfloat16, the CPU). "auto" compiles where it can, with the package's own attention.py and
-    kv_cache.py: a learner's are always the ones at work.
+    layers: a kind of `fused_layers`: "plain", "fused", "compiled", "triton"; "auto" takes the fastest that can be had.
+    attention: a backend of `attention_backends`: "plain", "compiled", "tiled", "sdpa", "flash", "triton"; "auto" takes
+    what was measured to be faster and can be had here. mask: who may look at whom, made of the words in `masks`, such
+    as masks.sliding(256) | masks.global_tokens(4); None: everyone at everything before.
+    compile: decode steps through torch.compile (`compiled_graph`), seconds for each new bucket of shapes; layers and
+    attention then serve prompts.
     scheduler: "continuous" (also None), "static", or a function that makes one for a cache: scheduler(cache) gives
     anything with the methods of `scheduler.Scheduler`. max_requests: served at a time. max_batch_tokens: computed in
     one step of the continuous scheduler, prompts being cut to fit; without a cache they are not cut.
+    speculative: drafts of several tokens, verified in one pass, which change the speed and not the answer: "lookup"
+    (in the text itself), "skip" (the model without some layers), a second LLM, or a drafter (`drafters`); None: none.
     sampler: anything with the methods of `sampling.Sampler`. seed: requests without a seed of their own get one made of
     this and their number, so that the same calls in the same order give the same answers.
     max_length: tokens of a prompt at most; None is what the context holds beside one new token.
@@ -83,10 +93,14 @@ class LLM:
         kv_cache_memory: int | float | None = None,
         window: int | None = None,
         prefix_sharing: bool = True,
+        layers: str = "auto",
         attention: str = "auto",
+        mask: masks.Mask | None = None,
+        compile: bool = False,
         scheduler: str | Callable[[Any], Any] | None = None,
         max_requests: int = kv_memory.MAX_REQUESTS,
         max_batch_tokens: int = 512,
+        speculative: Any = None,
         sampler: sampling.Sampler | None = None,
         seed: int | None = None,
         max_length: int | None = None,
@@ -94,7 +108,10 @@ class LLM:
     ):
         kv_memory.check(kv_cache, block_size, kv_cache_memory, window, prefix_sharing)
         _check_planning(scheduler, max_requests, max_batch_tokens)
-        attention_backends.check(attention)
+        fused_layers.check(layers)
+        attention_backends.check(attention, mask)
+        compiled_graph.check(compile, layers, attention)
+        drafters.check(speculative, sampler)
         checkpoint = loading.open_checkpoint(hub.resolve(source))
         self.config = checkpoint.config
         data = checkpoint.tokenizer_data()
@@ -106,6 +123,7 @@ class LLM:
         with torch.device("meta"):
             self.model = model.Model(self.config)
         self.model.load_state_dict(checkpoint.load(dtype, device), assign=True)
+        self.layers = fused_layers.use(layers, self.model)
         cache = kv_memory.open_cache(
             kv_cache,
             self.config,
@@ -117,9 +135,9 @@ class LLM:
             prefix_sharing=prefix_sharing,
             max_requests=max_requests,
         )
-        attention_backends.prepare(attention, cache)
-        attention_backends.use(attention, self.model.layers)
-        self._planning = scheduler, max_requests, max_batch_tokens
+        attention_backends.use(attention, self.model.layers, mask)
+        self._network = compiled_graph.of(compile, self.model)
+        self._planning, self._drafter = (scheduler, max_requests, max_batch_tokens), drafters.of(speculative, self)
         self.core = self._join(cache, self._planning, sampler or sampling.Sampler())
 
     @property
@@ -139,6 +157,7 @@ class LLM:
     @sampler.setter
     def sampler(self, sampler: sampling.Sampler) -> None:
         self._check_idle()
+        drafters.check(self._drafter, sampler)
         self.core.sampler = sampler
 
     @property
@@ -166,8 +185,12 @@ class LLM:
 
     def _join(self, cache: kv_cache.KVCache, planning: _Planning, sampler: sampling.Sampler) -> EngineCore:
         """The parts in one engine, its figures beginning anew."""
+        attention_backends.prepare(self.model.layers, cache)
+        compiled_graph.prepare(self._network, cache)
         planner = _open_scheduler(cache, *planning)
-        return EngineCore(self.model, cache, planner, sampler, self._intake.end_ids, self.config.context_length)
+        guessing = speculation.Speculation(self._drafter, self.config.vocab_size)
+        ends, context = self._intake.end_ids, self.config.context_length
+        return EngineCore(self._network, cache, planner, sampler, ends, context, speculation=guessing)
 
     def generate(
         self,

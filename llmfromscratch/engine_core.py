@@ -22,12 +22,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from llmfromscratch import kv_cache, model, sampling, scheduler, scoring, stopping
-from llmfromscratch.batch import Batch
 from llmfromscratch.errors import OutOfMemory, RequestError
 from llmfromscratch.metrics import EngineMetrics
+from llmfromscratch.speculation import Draft, Feed, Speculation
 from llmfromscratch.steps import StepRecord, blocks_in_use, plan_step
 
-_FILLER = 0  # the token id of padding: its keys and values are computed and taken back, and nobody looks at them
 _BAD_LOGITS = "the model's logits are NaN or infinite: its weights or dtype are at fault."
 _NOTHING_LEFT = "nothing is left to choose from: what was asked of the answer rules out every token; ask for less."
 _log = logging.getLogger(__name__)
@@ -48,7 +47,8 @@ class EngineCore:
     """Runs requests step by step over a model, a cache, a scheduler and a sampler.
 
     eos_token_ids: the model's own ends, of every request that does not ignore them. context_length: tokens of
-    prompt and answer at most. clock: seconds; on_step is given the record of every step.
+    prompt and answer at most. clock: seconds; on_step is given the record of every step. speculation: what drafts
+    tokens; without it every request gets one a step.
     """
 
     _followers: list[scheduler.Request]  # held back until the one they follow has a token
@@ -63,10 +63,11 @@ class EngineCore:
         context_length: int,
         clock: Callable[[], float] = time.perf_counter,
         on_step: Callable[[StepRecord], None] | None = None,
+        speculation: Speculation | None = None,
     ):
         self.model, self.cache, self.scheduler, self.sampler = model, cache, scheduler, sampler
         self.eos_token_ids, self.context_length = frozenset(eos_token_ids), context_length
-        self.clock, self.on_step = clock, on_step
+        self.clock, self.on_step, self.speculation = clock, on_step, speculation or Speculation()
         self._lock = threading.Lock()
         self.metrics = EngineMetrics()
         self._in_flight: dict[int, _InFlight] = {}
@@ -193,38 +194,48 @@ class EngineCore:
             if not served:
                 raise RuntimeError(f"the scheduler plans nothing, and {len(self._in_flight)} requests are in flight.")
             return served
-        tokens = self._choose(plan, self._forward(plan))
+        feed = Feed.of(plan, self.speculation.propose(plan, self.cache, self.sampler, self.scheduler))
+        logits = self._forward(feed)
+        given = [] if logits is None else self._take_back(feed, self._choose(feed, logits))
         now = self.clock()
-        for request, token in tokens:
-            self._record(request, token, now)
+        tokens = sum(self._record(request, ids, now) for request, ids in given)
         record = record.ended(now)
-        self.metrics.count_step(record, len(tokens))
-        served += [request for request, _ in tokens]
+        stood = sum(len(ids) - 1 for _, ids in given)
+        self.metrics.count_step(record, tokens, feed.drafted, stood)
+        served += [request for request, _ in given]
         served += [request for request in self._settle() if request not in served]
         if self.on_step is not None:
             self.on_step(record)
         return served
 
-    def _forward(self, plan: Sequence[scheduler.Work]) -> Tensor | None:
+    def _forward(self, feed: Feed) -> Tensor | None:
         """Logits [rows of those that complete, vocab]; None if the pass failed, and all of the plan are aborted."""
-        parts, wanted = [], []
-        for work in plan:
-            new = work.request.ids[work.start : work.start + work.tokens]
-            parts.append((work.request.request_id, new + [_FILLER] * work.padding, work.start))
-            wanted.append(work.tokens - 1 if work.completes else None)
         try:
-            logits = self.model(Batch.of(parts, logits_at=wanted), self.cache)
-            for work in plan:
-                if work.padding:  # it stood behind the request's own tokens, so none of them has seen it
-                    self.cache.rewind(work.request.request_id, work.padding)
-            return logits
+            return self.speculation.compute(self.model, feed, self.cache)
         except NotImplementedError:
             raise
         except Exception as error:  # noqa: BLE001  whatever it is, it must not take down those who had no part in it
-            _log.exception("A step failed; its requests are given up.")
-            for work in plan:
-                self._abort(work.request, f"the model failed in a step of this request: {_named(error)}")
+            self._give_up(feed.plan, error)
             return None
+
+    def _take_back(
+        self, feed: Feed, given: list[tuple[scheduler.Request, list[int]]]
+    ) -> list[tuple[scheduler.Request, list[int]]]:
+        """Takes what was fed for nothing out of the cache; `given` again, or nothing if that fails."""
+        try:
+            feed.take_back(self.cache, given)
+        except NotImplementedError:
+            raise
+        except Exception as error:  # noqa: BLE001  as above
+            self._give_up(feed.plan, error)
+            return []
+        self.speculation.observe(feed, given)
+        return given
+
+    def _give_up(self, plan: Sequence[scheduler.Work], error: Exception) -> None:
+        _log.error("A step failed; its requests are given up.", exc_info=error)
+        for work in plan:
+            self._abort(work.request, f"the model failed in a step of this request: {_named(error)}")
 
     def _score_prompts(self) -> None:
         """The log-probabilities of the prompts of those who ask for them and have just begun."""
@@ -241,19 +252,36 @@ class EngineCore:
                 _log.exception("A prompt could not be scored; its request is given up.")
                 self._abort(request, f"the model failed on the prompt of this request: {_named(error)}")
 
-    def _choose(self, plan: Sequence[scheduler.Work], logits: Tensor | None) -> list[tuple[scheduler.Request, int]]:
-        """The next token of each request that gets one."""
-        if logits is None:
-            return []
+    def _choose(self, feed: Feed, logits: Tensor) -> list[tuple[scheduler.Request, list[int]]]:
+        """The next tokens of each request that gets any: one, and more where drafts stand."""
         logits = logits.float()
-        finite = (logits - logits).sum(dim=-1).eq(0)  # inf - inf is NaN: a tenth of the time of isfinite
-        requests = []
-        for request, good in zip([work.request for work in plan if work.completes], finite.tolist(), strict=True):
-            if good:
-                requests.append(request)
-            else:
+        finite = (logits - logits).sum(dim=-1).eq(0).tolist()  # inf - inf is NaN: a tenth of the time of isfinite
+        given: dict[scheduler.Request, list[int]] = {}
+        single: list[tuple[scheduler.Request, int]] = []  # those without drafts, and their rows
+        for request, rows in feed.rows:
+            good = finite[rows]
+            if not good[0]:
                 self._abort(request, _BAD_LOGITS)
-        return self._sample(requests, logits if len(requests) == len(logits) else logits[finite])
+            elif len(good) > 1 and all(good):
+                given[request] = self._verify(request, feed.drafts[request.request_id], logits[rows])
+            else:
+                single.append((request, rows.start))
+        if len(single) < len(logits):
+            logits = logits[[row for _, row in single]]
+        given |= {request: [token] for request, token in self._sample([request for request, _ in single], logits)}
+        return [(request, given[request]) for request, _ in feed.rows if given.get(request)]
+
+    def _verify(self, request: scheduler.Request, draft: Draft, logits: Tensor) -> list[int]:
+        """What a request gets whose drafts were in the pass; nothing where that fails, and it is aborted."""
+        try:
+            row = self._in_flight[request.request_id].row
+            return self.speculation.verify(request, draft, logits, self.sampler, row)
+        except NotImplementedError:
+            raise
+        except Exception as error:  # noqa: BLE001  the others have drafts of their own
+            _log.exception("Drafts could not be verified; their request is given up.")
+            self._abort(request, f"the sampler failed: {_named(error)}")
+            return []
 
     def _sample(self, requests: Sequence[scheduler.Request], logits: Tensor) -> list[tuple[scheduler.Request, int]]:
         """One call of the sampler for all rows [requests, vocab]; if it fails, one each, to find who is at fault.
@@ -279,7 +307,15 @@ class EngineCore:
                 self._abort(request, _NOTHING_LEFT)
         return [(request, token) for request, token in chosen if token is not None]
 
-    def _record(self, request: scheduler.Request, token: int, now: float) -> None:
+    def _record(self, request: scheduler.Request, ids: Sequence[int], now: float) -> int:
+        """Takes in a request's new tokens up to the one that ends it; returns how many those are."""
+        for count, token in enumerate(ids, start=1):
+            self._record_one(request, token, now)
+            if request.ended:
+                return count
+        return len(ids)
+
+    def _record_one(self, request: scheduler.Request, token: int, now: float) -> None:
         request.record(token, now)
         stop = token in self._in_flight[request.request_id].ends or self._stops(request, token)
         if not request.ended and (stop or len(request.token_ids) >= request.params.max_tokens):
@@ -302,6 +338,7 @@ class EngineCore:
         for request in ended:
             del self._in_flight[request.request_id]
             self.metrics.count_end(request)
+        self.speculation.forget(ended)
         self.metrics.running, self.metrics.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
         self.metrics.waiting += len(self._followers)
         self.metrics.blocks_used, self.metrics.blocks_total = blocks_in_use(self.cache)

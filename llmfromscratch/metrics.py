@@ -14,7 +14,8 @@ class RequestMetrics:
 
     queue_time: from arrival to the first step it took part in. ttft: to its first token. tpot: between two tokens after
     the first, on average. tokens: generated. preemptions: how often it lost its memory. prefix_hits: tokens that were
-    in the cache already, counted anew each time it began.
+    in the cache already, counted anew each time it began. drafted, accepted: tokens that were guessed for it
+    (speculative decoding), and those among them that stood.
     """
 
     queue_time: float | None
@@ -23,6 +24,13 @@ class RequestMetrics:
     tokens: int
     preemptions: int
     prefix_hits: int
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """The share of the drafts that stood; 0 without drafts."""
+        return self.accepted / self.drafted if self.drafted else 0.0
 
     @classmethod
     def of(cls, request: scheduler.Request) -> RequestMetrics:
@@ -34,6 +42,8 @@ class RequestMetrics:
             len(request.token_ids),
             request.preemptions,
             request.prefix_hits,
+            request.drafted,
+            request.accepted,
         )
 
 
@@ -43,6 +53,7 @@ class EngineMetrics:
 
     running, waiting: requests now. blocks_used, blocks_total: of the cache, now; 0 where it has no blocks.
     steps, busy_seconds: how many, and how long they took together; scheduling_seconds: the planning among it.
+    drafted, accepted: tokens that were guessed in all steps, and those among them that stood.
     tokens: generated. finished, aborted, preemptions, prefix_hits: of all requests, as in `RequestMetrics`.
     """
 
@@ -58,6 +69,8 @@ class EngineMetrics:
     aborted: int = 0
     preemptions: int = 0
     prefix_hits: int = 0
+    drafted: int = 0
+    accepted: int = 0
     useful_rows: int = 0  # requests that computed something of use, summed over the steps
 
     @property
@@ -70,8 +83,15 @@ class EngineMetrics:
         """Generated tokens per second of computing; 0 before the first step."""
         return self.tokens / self.busy_seconds if self.busy_seconds else 0.0
 
-    def count_step(self, record: StepRecord, tokens: int) -> None:
-        """Takes in a step that is over and gave so many tokens."""
+    @property
+    def acceptance_rate(self) -> float:
+        """The share of the drafts that stood; 0 without drafts."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    def count_step(self, record: StepRecord, tokens: int, drafted: int = 0, accepted: int = 0) -> None:
+        """Takes in a step that is over and gave so many tokens, having verified so many drafts."""
+        self.drafted += drafted
+        self.accepted += accepted
         self.steps += 1
         self.tokens += tokens
         self.busy_seconds += record.end - record.start

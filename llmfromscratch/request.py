@@ -37,6 +37,7 @@ class Request:
     logprobs, prompt_logprobs: of its tokens and its prompt's, where asked for; nothing predicts the prompt's first.
     follows: the request whose prompt it shares; it begins when that one has its first token, or has ended.
     choice: its number among the answers to one prompt.
+    drafted, accepted: tokens that were guessed for it, and those among them that stood.
     """
 
     request_id: int
@@ -58,6 +59,8 @@ class Request:
     prompt_logprobs: list[sampling.TokenLogprobs | None] | None = None
     follows: Request | None = None
     choice: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
     @property
     def ids(self) -> list[int]:

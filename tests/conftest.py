@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -10,6 +12,11 @@ import pytest
 from llmfromscratch import hub
 
 _THREADS = pytest.StashKey[int]()
+
+if (
+    shutil.which("nvidia-smi") is None
+):  # no GPU: numpy runs the Triton kernels, if this is said before Triton is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

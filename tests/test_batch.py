@@ -29,6 +29,7 @@ def test_logits_can_be_asked_for_anywhere_in_a_part_or_nowhere():
     parts = [(7, [12, 905, 33], 0), (4, [271], 57), (5, [8, 9], 3)]
     assert Batch.of(parts, logits_at=[1, None, 0]).logit_rows.tolist() == [1, 4]
     assert Batch.of(parts, logits_at=[None, 0, 1]).logit_rows.tolist() == [3, 5]
+    assert Batch.of(parts, logits_at=[range(1, 3), (), 1]).logit_rows.tolist() == [1, 2, 5]
     nobody = Batch.of(parts, logits_at=[None, None, None]).logit_rows
     assert (nobody.tolist(), nobody.dtype) == ([], torch.int64)
 

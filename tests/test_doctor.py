@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmfromscratch import devices, doctor, hub
+from llmfromscratch import attention_triton, devices, doctor, hub
 from llmfromscratch.doctor import Check
 
 Version = namedtuple("Version", "major minor micro releaselevel serial")
@@ -170,7 +170,13 @@ def test_an_accelerator_is_named_and_a_driver_that_torch_cannot_use_is_a_warning
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"card {index}")
-    assert doctor.check_accelerator().finding == "CUDA: card 0, card 1"
+    monkeypatch.setattr(devices, "fast_dtype", lambda device: (torch.bfloat16, "a reason"))
+    monkeypatch.setattr(attention_triton, "unavailable", lambda device, dtype: None)
+    found = "CUDA: card 0, card 1; Triton compiles kernels for it"
+    assert doctor.check_accelerator() == Check("gpu", "ok", found)
+    monkeypatch.setattr(attention_triton, "unavailable", lambda device, dtype: f"no {dtype} on {device}.")
+    check = doctor.check_accelerator()
+    assert check.status == "warn" and check.finding == "CUDA: card 0, card 1; no torch.bfloat16 on cuda."
 
 
 def test_too_little_memory_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """The engine's first law: greedy tokens are the same whichever way they are computed.
 
 Here: no cache = concat = static = paged (any block size, blocks in any order) = prefill in any chunks = prefix hit =
-rewound = forked = alone or in any ragged batch. Later ways join the chain.
+rewound = forked = alone or in any ragged batch = plain, fused or compiled layers = any attention. Later ways join.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import CACHES, VOCAB, all_logits, new_cache, ours, random_ids, save_tiny, transformers_model
 
-from llmfromscratch import LLM, SamplingParams, kv_cache, model
+from llmfromscratch import LLM, SamplingParams, attention_backends, fused_layers, kv_cache, model
 from llmfromscratch.batch import Batch
 
 # in float64, so that no near tie can decide
@@ -307,6 +307,30 @@ def test_the_chain_would_notice_a_cache_that_forgets():
         same(greedy(network, Forgetful(network.config.num_layers), prompt), anew(network, prompt))
 
 
+# ---- layers and attention ----------------------------------------------------------------------------------------
+
+ATTENTION = ("plain", "compiled", "tiled", "sdpa")
+
+
+@pytest.mark.parametrize("layers", ["plain", "fused", "compiled"])
+@pytest.mark.parametrize("shape", sorted(TINY))
+def test_every_kind_of_layers_says_the_same_with_every_attention_over_every_cache(shape, layers):
+    # in float32, where all of them compute; steps, chunks, and chunks of few rows
+    network = ours(transformers_model(shape, num_hidden_layers=2))
+    fused_layers.use(layers, network)
+    for seed, cuts in ((3, ()), (4, (5, 20, 23))):
+        prompt = random_ids(26, seed)
+        expected = anew(TINY[shape], prompt)
+        top = expected[1].topk(2).values
+        assert (top[:, 0] - top[:, 1]).min() > 2e-3, "a near tie would tell nothing; choose another seed"
+        for attention in ("auto", *ATTENTION):
+            attention_backends.use(attention, network.layers)
+            for kind in ("concat", "static", "paged, blocks of 8", "paged, scattered"):
+                said = greedy(network, new_cache(kind, network), prompt, cuts=cuts)
+                assert said[0] == expected[0], (attention, kind)
+                torch.testing.assert_close(said[1].double(), expected[1], rtol=0, atol=1e-3)
+
+
 # ---- the real model ----------------------------------------------------------------------------------------------
 
 
@@ -334,6 +358,13 @@ def test_the_real_model_says_the_same_whichever_way_it_is_computed(smollm2_fp32)
         cache = new_cache(kind, network, tokens=400)
         together = side_by_side(network, cache, [other, prompt, third], steps, [0, 2, 3])
         assert together[1][0] == expected, kind
+    try:
+        for kind in ATTENTION:
+            attention_backends.use(kind, network.layers)
+            cache = new_cache("paged, blocks of 16", network, tokens=400)
+            assert greedy(network, cache, prompt, 6)[0] == expected[:6], kind
+    finally:
+        attention_backends.use("auto", network.layers)
     assert smollm2_fp32.generate(prompt, SamplingParams(max_tokens=steps, ignore_eos=True))[0].token_ids == expected
 
 

@@ -25,12 +25,16 @@ FLOORS = [
     {"learner_engine", "batch", "config", "sampling_params", "devices", "formats", "kernels", "hub"},
     {"cache_parts", "checkpoint_files", "key_report", "placement", "rope", "text"}
     | {"constraint_words", "constraint_expressions", "constraint_schemas", "constraint_endings"},
-    {"loading", "tokenizer", "kv_cache"},
-    {"kv_memory", "attention", "decode_attention", "compiled_decode", "attention_backends", "sparse_cache"},
+    {"loading", "tokenizer", "kv_cache", "sampling", "masks"},
+    {"optimization"},
+    {"kv_memory", "attention", "decode_attention", "compiled_decode", "attention_backends", "sparse_cache"}
+    | {"attention_sdpa", "attention_flash", "attention_triton"},
     {"model"},
-    {"sampling", "constraints", "request", "optimization", "quantization", "scheduler", "divergence"},
-    {"steps", "simulation", "stopping", "scoring", "layer_skipping"},
-    {"engine", "engine_core", "metrics", "answers", "intake", "async_engine", "branches", "beam_search", "contrastive"},
+    {"constraints", "request", "quantization", "scheduler", "divergence"}
+    | {"fused_layers", "compiled_layers", "triton_layers", "compiled_graph"},
+    {"steps", "simulation", "stopping", "scoring", "layer_skipping", "drafters", "speculation"},
+    {"engine", "engine_core", "metrics", "answers", "intake", "async_engine", "branches", "beam_search", "contrastive"}
+    | {"profile_events", "profiling", "machine_limits", "memory_report", "medusa"},
     {"doctor", "server"},
     {"cli", "__init__", "__main__"},
     {"widgets", "course"},

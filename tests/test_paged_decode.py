@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from llmfromscratch import (
     SamplingParams,
     attention,
     attention_backends,
+    attention_sdpa,
     compiled_decode,
     doctor,
     kv_cache,
@@ -136,8 +138,8 @@ def test_long_texts_equal_plain_attention_in_blocks_and_in_rows(length, dtype):
 def test_wherever_the_work_is_cut_the_parts_make_the_whole(lengths, pieces, monkeypatch):
     own = compiled_decode.Plan.of
 
-    def cut(batch, cache):
-        plan = own(batch, cache)
+    def cut(batch, cache, *mask):
+        plan = own(batch, cache, *mask)
         return compiled_decode.Plan(**{**vars(plan), "pieces": pieces})
 
     monkeypatch.setattr(compiled_decode.Plan, "of", cut)
@@ -184,10 +186,10 @@ def test_powers_of_two_are_right_to_a_few_units_in_the_last_place():
     from llmfromscratch.kernels import paged_decode
 
     exponents = np.concatenate([np.linspace(-125.9, 0, 20001), -np.geomspace(1e-9, 1, 100)]).astype(np.float32)
-    found = np.array([paged_decode._power_of_two(x) for x in exponents], dtype=np.float64)
+    found = np.array([paged_decode.power_of_two(x) for x in exponents], dtype=np.float64)
     assert np.abs(found / 2.0 ** exponents.astype(np.float64) - 1).max() < 2e-7
-    assert paged_decode._power_of_two(np.float32(-1e30)) < 2e-38
-    assert np.isnan(paged_decode._power_of_two(np.float32("nan")))
+    assert paged_decode.power_of_two(np.float32(-1e30)) < 2e-38
+    assert np.isnan(paged_decode.power_of_two(np.float32("nan")))
 
 
 def test_prompts_in_the_same_batch_go_through_plain_attention():
@@ -240,7 +242,7 @@ def test_a_plan_serves_its_own_batch_and_is_not_kept_for_longer_than_the_pass():
 def asked(monkeypatch, cache, parts, kind="auto", dtype=torch.float32) -> str:
     """Which backend serves a batch."""
     seen = []
-    for module in (compiled_decode, attention_backends.decode_attention, attention):
+    for module in (compiled_decode, attention_backends.decode_attention, attention_sdpa, attention):
         name = module.__name__.rpartition(".")[2]
         monkeypatch.setattr(module, "attend", lambda *_, name=name: seen.append(name))
     batch = Batch.of(parts)
@@ -248,13 +250,14 @@ def asked(monkeypatch, cache, parts, kind="auto", dtype=torch.float32) -> str:
     return seen[0]
 
 
-def test_auto_compiles_decode_steps_over_blocks_and_rows_and_leaves_the_rest_to_pytorch(monkeypatch):
+def test_auto_compiles_decode_steps_over_blocks_and_rows_and_leaves_the_rest_to_torch(monkeypatch):
     shape = layout(1, 4, torch.float32)
     paged, rows = kv_cache.PagedKVCache(shape, 4, 4), kv_cache.StaticKVCache(shape, 2, 4)
     one, two, prompt = [(0, [5], 3)], [(0, [5], 3), (1, [5], 2)], [(0, [5, 6], 0)]
     for cache in (paged, rows):
         assert asked(monkeypatch, cache, one) == asked(monkeypatch, cache, two) == "compiled_decode"
-        assert asked(monkeypatch, cache, prompt) == "attention"
+        assert asked(monkeypatch, cache, prompt) == "attention_sdpa"
+        assert asked(monkeypatch, cache, prompt, "compiled") == "attention"
     assert asked(monkeypatch, paged, one, "plain") == "attention"
     assert asked(monkeypatch, paged, two, "plain") == "decode_attention"
     assert asked(monkeypatch, kv_cache.ConcatKVCache(1), one) == "attention"
@@ -287,12 +290,19 @@ def test_with_a_learners_module_the_learners_code_is_at_work(name, tmp_path, mon
 def test_a_backend_that_is_not_known_and_one_that_cannot_serve_are_refused():
     with pytest.raises(RequestError, match="attention is 'fast'; expected one of auto, plain, compiled"):
         LLM("nowhere", attention="fast")
-    with pytest.raises(RequestError, match='attention="compiled" reads a paged or a static cache'):
-        attention_backends.prepare("compiled", kv_cache.ConcatKVCache(1))
+    with pytest.raises(RequestError, match='attention="compiled" cannot be had: it reads a paged or a static cache'):
+        prepare("compiled", kv_cache.ConcatKVCache(1))
     half = kv_cache.PagedKVCache(layout(1, 4, torch.float16), 4, 4)
-    with pytest.raises(RequestError, match='attention="compiled" reads a paged or a static cache'):
-        attention_backends.prepare("compiled", half)
-    attention_backends.prepare("auto", half)
+    with pytest.raises(RequestError, match='attention="compiled" cannot be had: it reads a paged or a static cache'):
+        prepare("compiled", half)
+    prepare("auto", half)
+
+
+def prepare(kind: str, cache) -> None:
+    """As the engine does for a model of one layer."""
+    layers = [SimpleNamespace(self_attn=SimpleNamespace())]
+    attention_backends.use(kind, layers)
+    attention_backends.prepare(layers, cache)
 
 
 @pytest.fixture
@@ -308,8 +318,8 @@ def without_numba(monkeypatch):
 def test_without_numba_pytorch_computes_and_the_doctor_says_so_in_a_sentence(without_numba, monkeypatch):
     cache = kv_cache.PagedKVCache(layout(1, 4, torch.float32), 4, 4)
     with pytest.raises(RequestError, match='attention="compiled" cannot be had: Numba cannot compile'):
-        attention_backends.prepare("compiled", cache)
-    attention_backends.prepare("auto", cache)
+        prepare("compiled", cache)
+    prepare("auto", cache)
     check = doctor.check_kernels()
     assert check.status == "warn" and check.finding.endswith("so PyTorch computes it.")
     assert asked(monkeypatch, cache, [(0, [5], 3)]) == "attention"
@@ -317,7 +327,7 @@ def test_without_numba_pytorch_computes_and_the_doctor_says_so_in_a_sentence(wit
 
 def test_with_numba_the_doctor_says_how_many_threads_there_are():
     check = doctor.check_kernels()
-    assert check.status == "ok" and "Numba compiles decode attention, for up to" in check.finding
+    assert check.status == "ok" and "Numba compiles layers and decode attention, for up to" in check.finding
 
 
 # ---- threads and processes ---------------------------------------------------------------------------------------

@@ -110,11 +110,12 @@ CACHES = ("none", "concat", "static", *(f"paged, blocks of {size}" for size in (
 
 
 def new_cache(kind: str, network: model.Model, tokens: int = 512, **settings: Any) -> kv_cache.KVCache:
-    """A cache of one of CACHES for a network on the CPU, with room for so many tokens in all (static: for each row).
+    """A cache of one of CACHES for a network, with room for so many tokens in all (static: for each row).
 
     "scattered": blocks of 3 that were handed out and given back out of order, so that hardly two neighbours follow.
     """
-    layout = kv_cache.CacheLayout.of(network.config, next(network.parameters()).dtype)
+    weight = next(network.parameters())
+    layout = kv_cache.CacheLayout.of(network.config, weight.dtype, weight.device)
     if kind == "none":
         return kv_cache.NoKVCache(layout.num_layers)
     if kind == "concat":

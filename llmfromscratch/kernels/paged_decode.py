@@ -23,70 +23,21 @@ where the next block lies. Imported only when it is used: Numba takes a moment.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba import njit, prange
-from numba.core import cgutils, types
-from numba.extending import intrinsic, overload
-from numba.np.arrayobj import make_array
+
+from llmfromscratch.kernels.numba_words import LINE, MATH, compiled
+from llmfromscratch.kernels.words import prefetch, widen
 
 TILE = 64  # tokens: the keys and values of a tile stay in the innermost cache
-_LINE = 64  # bytes that memory hands over at a time
-_LOG2_E = math.log2(math.e)
-# sums may be reordered, as any attention does; NaN and infinity keep their meaning
-_MATH = {"reassoc", "contract", "nsz", "arcp"}
+LOG2_E = math.log2(math.e)
+
+# ---- powers ----------------------------------------------------------------------------------------------------------
 
 
-def _compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """njit that keeps what it has compiled on disk, where there is a folder to keep it in."""
-
-    def decorate(function: Callable[..., Any]) -> Any:
-        try:
-            return njit(fastmath=_MATH, nogil=True, cache=True, **options)(function)
-        except RuntimeError:  # neither beside this file nor in the user's cache folder can anything be written
-            return njit(fastmath=_MATH, nogil=True, **options)(function)
-
-    return decorate
-
-
-# ---- what Numba has no word for ----------------------------------------------------------------------------------
-
-
-def _widen(number):
-    """A stored number as float32. bfloat16, which Numba does not know, comes as uint16: the upper half of a float32."""
-
-
-@overload(_widen, inline="always")
-def _widen_by_type(number):
-    if number == types.uint16:
-        return lambda number: np.uint32(np.uint32(number) << np.uint32(16)).view(np.float32)
-    return lambda number: number
-
-
-@intrinsic
-def _prefetch_intrinsic(typing_context, rows, row, column):
-    """Asks for the line of memory that holds rows[row, column], and does not wait for it."""
-
-    def generate(context, builder, signature, arguments):
-        array = make_array(signature.args[0])(context, builder, arguments[0])
-        place = cgutils.get_item_pointer(context, builder, signature.args[0], array, arguments[1:], wraparound=False)
-        byte, whole = cgutils.voidptr_t, ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [byte, whole, whole, whole])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        # to be read (0), soon and again (3), as data (1)
-        builder.call(function, [builder.bitcast(place, byte), whole(0), whole(3), whole(1)])
-
-    return types.void(rows, types.intp, types.intp), generate
-
-
-_prefetch: Any = _prefetch_intrinsic  # which a type checker would call with the first argument too
-
-
-@njit(fastmath=_MATH, inline="always")
-def _power_of_two(x):
+@njit(fastmath=MATH, inline="always")
+def power_of_two(x):
     """2**x for float32 x <= 0, to 2e-7 of it; below 2**-126 it stays there. Without branches: made for many at once.
 
     The whole part of x goes into the exponent's bits; the rest, within half of 0, into a polynomial (the one that meets
@@ -108,26 +59,26 @@ def _power_of_two(x):
 # ---- one tile ----------------------------------------------------------------------------------------------------
 
 
-@njit(fastmath=_MATH)
+@njit(fastmath=MATH)
 def _score(queries, rows, slots, first, count, key, value, scores, tops):
     """scores[g, t] = queries[g] · key of token first + t, and the largest of each g into tops; fetches the values."""
     group, head_dim = queries.shape
-    line, fours = _LINE // rows.itemsize, count - count % 4
+    line, fours = LINE // rows.itemsize, count - count % 4
     for t in range(0, fours, 4):
         s0, s1, s2, s3 = slots[first + t], slots[first + t + 1], slots[first + t + 2], slots[first + t + 3]
         for d in range(0, head_dim, line):
-            _prefetch(rows, value + s0, d)
-            _prefetch(rows, value + s1, d)
-            _prefetch(rows, value + s2, d)
-            _prefetch(rows, value + s3, d)
+            prefetch(rows, value + s0, d)
+            prefetch(rows, value + s1, d)
+            prefetch(rows, value + s2, d)
+            prefetch(rows, value + s3, d)
         k0, k1, k2, k3 = key + s0, key + s1, key + s2, key + s3
         for g in range(group):
             a = b = c = e = np.float32(0)
             for d in range(head_dim):
-                a += queries[g, d] * _widen(rows[k0, d])
-                b += queries[g, d] * _widen(rows[k1, d])
-                c += queries[g, d] * _widen(rows[k2, d])
-                e += queries[g, d] * _widen(rows[k3, d])
+                a += queries[g, d] * widen(rows[k0, d])
+                b += queries[g, d] * widen(rows[k1, d])
+                c += queries[g, d] * widen(rows[k2, d])
+                e += queries[g, d] * widen(rows[k3, d])
             scores[g, t], scores[g, t + 1], scores[g, t + 2], scores[g, t + 3] = a, b, c, e
             tops[g] = max(tops[g], max(max(a, b), max(c, e)))
     for t in range(fours, count):
@@ -135,44 +86,44 @@ def _score(queries, rows, slots, first, count, key, value, scores, tops):
         for g in range(group):
             a = np.float32(0)
             for d in range(head_dim):
-                a += queries[g, d] * _widen(rows[k0, d])
+                a += queries[g, d] * widen(rows[k0, d])
             scores[g, t] = a
             tops[g] = max(tops[g], a)
 
 
-@njit(fastmath=_MATH)
+@njit(fastmath=MATH)
 def _mix(weights, rows, slots, first, count, key, value, mixed):
     """mixed[g] += weights[g, t] * value of token first + t, summed over t; fetches the keys of the tile after."""
     group, head_dim = mixed.shape
-    line, fours, last = _LINE // rows.itemsize, count - count % 4, len(slots) - 1
+    line, fours, last = LINE // rows.itemsize, count - count % 4, len(slots) - 1
     for t in range(0, fours, 4):
         for ahead in range(4):
             k0 = key + slots[min(first + t + ahead + TILE, last)]
             for d in range(0, head_dim, line):
-                _prefetch(rows, k0, d)
+                prefetch(rows, k0, d)
         v0, v1 = value + slots[first + t], value + slots[first + t + 1]
         v2, v3 = value + slots[first + t + 2], value + slots[first + t + 3]
         for g in range(group):
             a, b, c, e = weights[g, t], weights[g, t + 1], weights[g, t + 2], weights[g, t + 3]
             for d in range(head_dim):
-                pair = a * _widen(rows[v0, d]) + b * _widen(rows[v1, d])
-                mixed[g, d] += pair + (c * _widen(rows[v2, d]) + e * _widen(rows[v3, d]))
+                pair = a * widen(rows[v0, d]) + b * widen(rows[v1, d])
+                mixed[g, d] += pair + (c * widen(rows[v2, d]) + e * widen(rows[v3, d]))
     for t in range(fours, count):
         v0 = value + slots[first + t]
         for g in range(group):
             for d in range(head_dim):
-                mixed[g, d] += weights[g, t] * _widen(rows[v0, d])
+                mixed[g, d] += weights[g, t] * widen(rows[v0, d])
 
 
 # ---- one piece ---------------------------------------------------------------------------------------------------
 
 
-@njit(fastmath=_MATH)
+@njit(fastmath=MATH)
 def _stretch(queries, rows, slots, first, end, key, value, state, scores):
     """Attention of one request's query heads over some of its tokens, for one key/value head.
 
-    queries: [group, head_dim], made ready by `_piece`. state: (mixed [group, head_dim], tops, sums, new tops), to be
-    written, of each query g: tops[g], the largest score; sums[g], the sum of 2**(score - top); mixed[g], the values
+    queries: [group, head_dim], made ready by `attend_piece`. state: (mixed [group, head_dim], tops, sums, new tops), to
+    be written, of each query g: tops[g], the largest score; sums[g], the sum of 2**(score - top); mixed[g], the values
     mixed with these powers. scores: [group, TILE], to work in.
     """
     mixed, tops, sums, new_tops = state
@@ -186,9 +137,9 @@ def _stretch(queries, rows, slots, first, end, key, value, state, scores):
         _score(queries, rows, slots, start, count, key, value, scores, new_tops)
         for g in range(group):
             top, total = new_tops[g], np.float32(0)
-            rescale = _power_of_two(tops[g] - top)
+            rescale = power_of_two(tops[g] - top)
             for t in range(count):
-                power = _power_of_two(scores[g, t] - top)
+                power = power_of_two(scores[g, t] - top)
                 scores[g, t] = power
                 total += power
             tops[g], sums[g] = top, sums[g] * rescale + total
@@ -197,8 +148,8 @@ def _stretch(queries, rows, slots, first, end, key, value, state, scores):
         _mix(scores, rows, slots, start, count, key, value, mixed)
 
 
-@njit(fastmath=_MATH)
-def _piece(number, pieces, queries, rows, slots, ends, head_stride, value_start, output, owners, parts):
+@njit(fastmath=MATH)
+def attend_piece(number, pieces, queries, rows, slots, ends, head_stride, value_start, output, owners, parts):
     """The piece `number` of all the work. Whole requests go to the output, the cut ones at its two ends to the parts.
 
     owners: int64 [2 * pieces], request * kv_heads + head that a part belongs to, -1 where there is none.
@@ -208,7 +159,7 @@ def _piece(number, pieces, queries, rows, slots, ends, head_stride, value_start,
     scaled, mixed = np.empty((group, head_dim), np.float32), np.empty((group, head_dim), np.float32)
     tops, sums, scores = np.empty(group, np.float32), np.empty(group, np.float32), np.empty((group, TILE), np.float32)
     state = (mixed, tops, sums, np.empty(group, np.float32))
-    scale = np.float32(_LOG2_E / math.sqrt(head_dim))  # powers of two are cheaper than powers of e
+    scale = np.float32(LOG2_E / math.sqrt(head_dim))  # powers of two are cheaper than powers of e
     total, part = ends[-1], 2 * number
     place, end = kv_heads * total * number // pieces, kv_heads * total * (number + 1) // pieces
     owners[part] = owners[part + 1] = -1
@@ -236,8 +187,8 @@ def _piece(number, pieces, queries, rows, slots, ends, head_stride, value_start,
         place += stop - start
 
 
-@njit(fastmath=_MATH)
-def _merge(output, owners, parts):
+@njit(fastmath=MATH)
+def merge_parts(output, owners, parts):
     """Joins the parts of each request that was cut: each counts as much as the powers in it, seen from one top."""
     kv_heads, group = output.shape[1:3]
     first = 0
@@ -251,7 +202,7 @@ def _merge(output, owners, parts):
         first = end
 
 
-@njit(fastmath=_MATH)
+@njit(fastmath=MATH)
 def _merge_one(output, owners, parts):
     """One query's output [head_dim] from its parts [parts, head_dim + 2]."""
     head_dim = len(output)
@@ -263,7 +214,7 @@ def _merge_one(output, owners, parts):
         output[d] = 0
     for part in range(len(parts)):
         if owners[part] >= 0:
-            share = _power_of_two(parts[part, head_dim] - top)
+            share = power_of_two(parts[part, head_dim] - top)
             total += share * parts[part, head_dim + 1]
             for d in range(head_dim):
                 output[d] += share * parts[part, d]
@@ -274,7 +225,7 @@ def _merge_one(output, owners, parts):
 # ---- all of it ---------------------------------------------------------------------------------------------------
 
 
-@_compiled(parallel=True)
+@compiled(parallel=True)
 def attend_on_threads(queries, rows, slots, ends, head_stride, value_start, output, pieces):
     """Attention of one new token each for some requests, over all tokens that they have in one layer of a cache.
 
@@ -286,12 +237,12 @@ def attend_on_threads(queries, rows, slots, ends, head_stride, value_start, outp
     owners = np.empty(2 * pieces, np.int64)
     parts = np.empty((2 * pieces, queries.shape[2], queries.shape[3] + 2), np.float32)
     for number in prange(pieces):
-        _piece(number, pieces, queries, rows, slots, ends, head_stride, value_start, output, owners, parts)
-    _merge(output, owners, parts)
+        attend_piece(number, pieces, queries, rows, slots, ends, head_stride, value_start, output, owners, parts)
+    merge_parts(output, owners, parts)
 
 
-@_compiled()
+@compiled()
 def attend_on_one_thread(queries, rows, slots, ends, head_stride, value_start, output):
     """As `attend_on_threads`, by the calling thread alone: nothing is launched."""
     owners, parts = np.empty(2, np.int64), np.empty((2, 0, 0), np.float32)  # nothing is cut
-    _piece(0, 1, queries, rows, slots, ends, head_stride, value_start, output, owners, parts)
+    attend_piece(0, 1, queries, rows, slots, ends, head_stride, value_start, output, owners, parts)

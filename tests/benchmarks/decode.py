@@ -5,7 +5,8 @@
 The workload is fixed: a prompt of 128 token ids, 128 more taken greedily, end tokens ignored. The entries are named
 engines that later ones are compared with, and stay as they are:
 
-chapter 5     plain PyTorch attention, nothing fused, nothing compiled: what a learner has after chapter 5
+chapter 5     plain PyTorch layers and attention, nothing fused, nothing compiled: what a learner has after chapter 5
+fused         fused layers in PyTorch, decode attention compiled
 now           `LLM` as it comes
 transformers  its `generate`, with --transformers; it reads the same file, which takes half a minute
 
@@ -23,7 +24,11 @@ from collections.abc import Callable
 from typing import Any
 
 PROMPT_TOKENS, NEW_TOKENS, SEED = 128, 128, 8
-ENTRIES: dict[str, dict[str, Any]] = {"chapter 5": {"attention": "plain"}, "now": {}}
+ENTRIES: dict[str, dict[str, Any]] = {
+    "chapter 5": {"attention": "plain", "layers": "plain"},
+    "fused": {"layers": "fused"},
+    "now": {},
+}
 Generate = Callable[[int], Any]  # how many tokens are to be generated
 
 

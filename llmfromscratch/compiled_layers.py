@@ -1,0 +1,277 @@
+"""Decoder layers and products for few rows by compiled code: what `kernels/decode_layer.py` needs to be told.
+
+A step of one request reads every weight for one row. PyTorch's product does that at a third of the memory's speed, and
+thirty operations a layer each take a moment to begin. The compiled layer is one call whose products are
+`optimization.multiply_rows`, the learner's where there is one.
+
+It serves passes of at most MAX_ROWS tokens over a paged or static cache in float32 or bfloat16 on the CPU: decode
+steps, drafts that are verified, ends of prompts. What it does not serve goes through PyTorch (`fused_layers`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache as once
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from llmfromscratch import attention_backends, compiled_decode, kv_cache, learner_engine, optimization
+from llmfromscratch.batch import Batch
+from llmfromscratch.compiled_decode import numbers
+from llmfromscratch.progress import progress_bar
+
+if TYPE_CHECKING:
+    from llmfromscratch.fused_layers import FusedLayer
+
+MAX_ROWS = 12  # with more, PyTorch's products, which take rows together, are faster
+_FROM_DISK = 0.3  # seconds that a product takes at most that need not be compiled
+_OWN_FILE = str(learner_engine.reference_path("optimization"))
+
+
+def kernel() -> Any:
+    """The module `kernels.decode_layer`, compiled around what optimization.multiply_rows is now."""
+    from llmfromscratch.kernels import product
+
+    if product.rows is optimization.multiply_rows:
+        return importlib.import_module("llmfromscratch.kernels.decode_layer")
+    loaded = product.rows is not None
+    # Numba takes no notice when another file changes, so only code around the package's own product is kept on disk
+    product.choose(optimization.multiply_rows, optimization.multiply_rows.__code__.co_filename == _OWN_FILE)
+    module = importlib.import_module("llmfromscratch.kernels.decode_layer")
+    return importlib.reload(module) if loaded else module
+
+
+def unavailable(dtype: torch.dtype) -> str | None:
+    """Why compiled layers cannot be had for a dtype, in one sentence; None where they can. Compiles them first."""
+    if dtype not in compiled_decode.DTYPES:
+        return f"compiled layers compute in float32 or bfloat16, and the model's dtype is {str(dtype)[6:]}."
+    return _lacking(dtype, optimization.multiply_rows)
+
+
+@once
+def _lacking(dtype: torch.dtype, multiply_rows: Any) -> str | None:
+    try:
+        _try_out(dtype)
+    except Exception as error:  # noqa: BLE001 - a compiler that does not suit this machine can raise anything
+        what = str(error).strip().splitlines() or [""]
+        where = "" if multiply_rows.__code__.co_filename == _OWN_FILE else " around your multiply_rows"
+        return f"Numba cannot compile layers{where} here ({type(error).__name__}: {what[0]}), so PyTorch computes them."
+    return None
+
+
+# ---- products ----------------------------------------------------------------------------------------------------
+
+
+def multiply(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T for few rows, summed in float32: x [rows, width], weight [outputs, width], of one dtype; so is the
+    result [rows, outputs]."""
+    output = torch.empty(len(x), len(weight))
+    _product(x.detach().float().contiguous().numpy(), numbers(weight), output.numpy())
+    return output.to(x.dtype)
+
+
+def few(x: Tensor, weight: Tensor) -> bool:
+    """Whether `multiply` serves this product, and is the faster one."""
+    fits = x.dtype == weight.dtype and x.dtype in compiled_decode.DTYPES and x.device.type == "cpu"
+    return fits and len(x) <= MAX_ROWS and not torch.is_grad_enabled()
+
+
+def _product(x: np.ndarray, weight: np.ndarray, output: np.ndarray) -> None:
+    threads = _threads()
+    if threads == 1:
+        kernel().product_on_one_thread(x, weight, output, 1)
+    else:
+        compiled_decode.in_threads(threads, kernel().product_on_threads, x, weight, output, threads)
+
+
+def _threads() -> int:
+    return min(torch.get_num_threads(), compiled_decode.max_threads())
+
+
+# ---- layers ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Numbers:
+    """A layer's weights as arrays, views of its tensors, and what else never changes. `source`: its `qkv` then."""
+
+    source: Tensor
+    products: tuple[np.ndarray, ...]  # qkv, out, gate and up, down
+    rest: tuple[Any, ...]  # their biases; the gains of the norms before attention, of queries, of keys, and after; eps
+    stored: Tensor | None = None  # the layer's part of the cache that was asked for last
+    rows: np.ndarray | None = None  # and its rows
+
+    def rows_of(self, stored: Tensor) -> np.ndarray:
+        """A layer of the cache as [rows, head_dim]."""
+        if self.rows is None or stored is not self.stored:
+            self.stored, self.rows = stored, numbers(stored).reshape(-1, stored.shape[-1])
+        return self.rows
+
+    def __deepcopy__(self, memo: Any) -> Numbers:
+        return self  # a copy of the layer that shares its weights shares their views
+
+
+def numbers_of(layer: FusedLayer) -> Numbers:
+    """The layer as arrays, made at the first use."""
+    if layer.numbers is None or layer.numbers.source is not layer.qkv:
+        attention: Any = layer.self_attn
+        mlp: Any = layer.mlp
+        none = numbers(layer.qkv[:0, 0])
+        biases = (layer.qkv_bias, attention.o_proj.bias, layer.gate_up_bias, mlp.down_proj.bias)
+        gains = [getattr(norm, "weight", None) for norm in layer.norms()]
+        weights = (layer.qkv, attention.o_proj.weight, layer.gate_up, mlp.down_proj.weight)
+        rest = [none if each is None else numbers(each) for each in (*biases, *gains)]
+        layer.numbers = Numbers(layer.qkv, tuple(map(numbers, weights)), (*rest, np.float32(layer.eps)))
+    return layer.numbers
+
+
+def serves(layer: FusedLayer, x: Tensor, cache: kv_cache.KVCache) -> bool:
+    """Whether a pass can go through the compiled layer: few rows, a cache that it reads, and no other attention asked
+    for."""
+    attention: Any = layer.self_attn
+    if not few(x, layer.qkv) or not compiled_decode.fits(cache, attention.layer):
+        return False
+    kind, _ = attention_backends.read(attention.backend)
+    asked = kind == "compiled" or (kind == "auto" and not attention_backends.is_learners())
+    return asked and cache.storage[attention.layer].dtype == x.dtype
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What the layers of one pass share, so that each of them has little to do before its call: between two layers the
+    weights have driven out of the processor's cache whatever Python works with.
+
+    cos, sin: float32 [tokens, head_dim / 2]. outputs: of each layer [tokens, hidden]; arrays: the same memory.
+    """
+
+    plan: compiled_decode.Plan
+    cos: np.ndarray
+    sin: np.ndarray
+    outputs: tuple[Tensor, ...]
+    arrays: tuple[np.ndarray, ...]
+
+    @classmethod
+    def of(cls, layer: FusedLayer, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: Any) -> Pass:
+        """What the layers of a pass over this batch share, made by the first of them."""
+        _, mask = attention_backends.read(layer.self_attn.backend)
+        plan = compiled_decode.Plan.of(batch, cache, mask, True)
+        outputs = x.new_empty(len(cache.storage), *x.shape)
+        return cls(plan, cos.numpy(), sin.numpy(), outputs.unbind(), tuple(numbers(outputs)))
+
+    def input(self, x: Tensor, index: int) -> np.ndarray:
+        """The layer's input as an array: mostly what the layer before has written."""
+        if index and x is self.outputs[index - 1]:
+            return self.arrays[index - 1]
+        return numbers(x.contiguous())
+
+
+def forward(layer: FusedLayer, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: Any) -> Tensor:
+    """As the layer's own forward: x [tokens, hidden]; the same shape and dtype. Writes keys and values to the cache."""
+    attention: Any = layer.self_attn
+    index = attention.layer
+    if index == 0:
+        cache.begin(batch)
+    # the plan holds on to its batch, so that no other batch can have its id
+    key = ("layers", id(batch), attention.backend)
+    one: Pass = cache.gathers.once(key, lambda: Pass.of(layer, x, cos, sin, batch, cache))
+    rows = numbers_of(layer).rows_of(cache.storage[index])
+    _run(layer, (one.input(x, index), one.cos, one.sin, rows), one.plan, one.arrays[index])
+    if isinstance(cache, kv_cache.PagedKVCache):
+        cache.end(index, batch)
+    else:
+        cache.counts.advance(index, batch)
+    return one.outputs[index]
+
+
+def _run(layer: FusedLayer, inputs: tuple[np.ndarray, ...], plan: compiled_decode.Plan, output: np.ndarray) -> None:
+    """The layer in one call, or, for a profile, in stages. inputs: x, cos, sin, and the cache's rows."""
+    if torch.autograd._profiler_enabled():
+        where = (inputs[3], plan.slots, plan.ends, plan.head_stride, plan.value_start)
+        _in_stages(layer, inputs[:3], plan, where, output)
+    else:
+        own = numbers_of(layer)
+        _call(plan, inputs, (*own.products, *own.rest), output)
+
+
+def _call(
+    plan: compiled_decode.Plan, inputs: tuple[np.ndarray, ...], weights: tuple[Any, ...], output: np.ndarray
+) -> None:
+    decode, where = kernel(), (plan.slots, plan.ends, plan.head_stride, plan.value_start)
+    if compiled_decode.max_threads() == 1:
+        decode.decode_layer_on_one_thread(*inputs, *where, 1, *weights, plan.kv_heads, output, 1)
+        return
+    arguments = (*inputs, *where, plan.pieces, *weights, plan.kv_heads, output, plan.threads)
+    compiled_decode.in_threads(plan.threads, decode.decode_layer_on_threads, *arguments)
+
+
+def _in_stages(
+    layer: FusedLayer, inputs: tuple[np.ndarray, ...], plan: Any, where: tuple[Any, ...], output: np.ndarray
+) -> None:
+    """The compiled layer's stages one by one, each under the name that a profile shows."""
+    decode, own = kernel(), numbers_of(layer)
+    x, cos, sin = inputs
+    qkv, out, gate_up, down = own.products
+    qkv_bias, out_bias, gate_up_bias, down_bias, gain, query_gain, key_gain, gain_after, eps = own.rest
+    rows, tokens = where[0], len(x)
+    queries = np.empty((tokens, plan.kv_heads, out.shape[1] // (plan.kv_heads * rows.shape[1]), rows.shape[1]), "f4")
+    stream, normed, attended = np.empty(x.shape, "f4"), np.empty(x.shape, "f4"), np.empty_like(queries)
+    activated = np.empty((tokens, down.shape[1]), "f4")
+    with record_function("llm::norm"):
+        decode.begin(x, gain, eps, stream, normed)
+    mixed = _labelled_product(normed, qkv, qkv_bias)
+    with record_function("llm::cache"):
+        decode.place(mixed, query_gain, key_gain, eps, cos, sin, *where, queries)
+    with record_function("llm::attention"):
+        compiled_decode.launch(plan, queries, *where, attended)
+    stream += _labelled_product(attended.reshape(tokens, -1), out, out_bias)
+    with record_function("llm::norm"):
+        decode.normalize(stream, gain_after, eps, normed)
+    gated = _labelled_product(normed, gate_up, gate_up_bias)
+    with record_function("llm::product"):
+        decode.activate(gated, activated, 0, activated.shape[1])
+    stream += _labelled_product(activated, down, down_bias)
+    decode.finish(stream, output)
+
+
+def _labelled_product(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
+    output = np.empty((len(x), len(weight)), "f4")
+    with record_function("llm::product"):
+        _product(x, weight, output)
+        if len(bias):
+            kernel().add_bias(output, bias, 0, len(bias))
+    return output
+
+
+# ---- trying out --------------------------------------------------------------------------------------------------
+
+
+def _try_out(dtype: torch.dtype) -> None:
+    """Compiles products and layers for a dtype: one computes 3 * 1 + 3 * 2, and one without weights adds nothing."""
+    began = time.perf_counter()
+    found = multiply(torch.full((1, 2), 3.0, dtype=dtype), torch.tensor([[1.0, 2.0]], dtype=dtype))
+    if found.tolist() != [[9.0]]:
+        raise ArithmeticError(f"3 * 1 + 3 * 2 came out as {found.item():g}")
+    with _waiting() if time.perf_counter() - began > _FROM_DISK else nullcontext():
+        _try_out_a_layer(dtype)
+
+
+def _waiting() -> AbstractContextManager[Any]:
+    return progress_bar(total=1, description="compiling layers, once", bar_format="{desc} ({elapsed})", leave=False)
+
+
+def _try_out_a_layer(dtype: torch.dtype) -> None:
+    x, empty, angles = torch.tensor([[1.0, 2.0]], dtype=dtype), torch.empty(0, dtype=dtype), np.ones((1, 1), "f4")
+    stored, output = numbers(torch.zeros(2, 2, dtype=dtype)), torch.zeros_like(x)
+    weights = [numbers(torch.zeros(rows, 2, dtype=dtype)) for rows in (6, 2, 4, 2)]
+    rest = [numbers(each) for each in (*[empty] * 4, x[0], empty, empty, x[0])]
+    plan = compiled_decode.Plan(Batch.of([(0, [0], 0)]), None, np.arange(1), np.array([1]), 1, 1, 1, 1, 1)
+    _call(plan, (numbers(x), angles, angles, stored), (*weights, *rest, np.float32(1)), numbers(output))
+    if not torch.equal(output, x):
+        raise ArithmeticError(f"a layer that should add nothing made {output.tolist()[0]} of [1.0, 2.0]")

@@ -1,0 +1,232 @@
+"""A whole decoder layer for a few tokens, compiled by Numba: a step of one request has nothing to wait for but memory.
+
+In PyTorch a layer is about thirty operations, and each product of one row goes at a third of what memory could give.
+Here it is one call, and threads meet five times in it, where a result is needed whole:
+
+    norm, query-key-value product | rotary, cache, attention | output product, + | norm, gate and up, silu | down, +
+
+Each product is `optimization.multiply_rows`, or what a learner made of it: what `product` holds when this module is
+loaded is compiled in, and the module is loaded again when that has changed.
+
+Numbers are float32 from the beginning of a layer to its end, whatever the weights, the stream and the cache store. Each
+row is a token with keys and values of its own to look at, as `paged_decode` has them: several requests, or several
+tokens of one, which see each other as far as their slots say so, because all keys are written before any is read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit, prange
+
+from llmfromscratch.kernels import product as chosen
+from llmfromscratch.kernels.numba_words import MATH, compiled
+from llmfromscratch.kernels.paged_decode import LOG2_E, attend_piece, merge_parts, power_of_two
+from llmfromscratch.kernels.words import narrow, widen
+
+MULTIPLY_ROWS = chosen.rows  # the one that is compiled in
+_multiply: Any = njit(fastmath=MATH, nogil=True)(MULTIPLY_ROWS)
+
+
+# ---- what stands between the products ----------------------------------------------------------------------------
+
+
+@njit(fastmath=MATH)
+def normalize(x, gain, eps, output):
+    """RMS norm of each row of float32 [rows, size], as `model.RMSNorm`. gain: [size], as it is stored."""
+    rows, size = x.shape
+    for row in range(rows):
+        squares = np.float32(0)
+        for i in range(size):
+            squares += x[row, i] * x[row, i]
+        scale = np.float32(1) / np.sqrt(squares / np.float32(size) + eps)
+        for i in range(size):
+            output[row, i] = x[row, i] * scale * widen(gain[i])
+
+
+@njit(fastmath=MATH)
+def begin(x, gain, eps, stream, normed):
+    """Widens the layer's input into the stream, and normalizes it."""
+    for row in range(x.shape[0]):
+        for i in range(x.shape[1]):
+            stream[row, i] = widen(x[row, i])
+    normalize(stream, gain, eps, normed)
+
+
+@njit(fastmath=MATH)
+def _rotate_head(head, gain, eps, cos, sin):
+    """Normalizes one head where there is a gain for it, and turns it by its position's angles, in place."""
+    half = len(head) // 2
+    if len(gain):
+        squares = np.float32(0)
+        for d in range(len(head)):
+            squares += head[d] * head[d]
+        scale = np.float32(1) / np.sqrt(squares / np.float32(len(head)) + eps)
+        for d in range(len(head)):
+            head[d] = head[d] * scale * widen(gain[d])
+    for d in range(half):
+        first, second = head[d], head[half + d]
+        head[d] = first * cos[d] - second * sin[d]
+        head[half + d] = second * cos[d] + first * sin[d]
+
+
+@njit(fastmath=MATH)
+def place(mixed, query_gain, key_gain, eps, cos, sin, rows, slots, ends, head_stride, value_start, queries):
+    """Rotates queries and keys, copies the queries out, and writes keys and values to each token's own slot.
+
+    mixed: float32 [tokens, (heads + 2 * kv heads) * head_dim], the product of queries, keys and values.
+    query_gain, key_gain: of their norms, [head_dim] or [0]. The others: see `decode_layer`.
+    """
+    kv_heads, group, head_dim = queries.shape[1:]
+    keys = kv_heads * group * head_dim
+    values = keys + kv_heads * head_dim
+    for token in range(queries.shape[0]):
+        slot = slots[ends[token] - 1]
+        for head in range(kv_heads):
+            for g in range(group):
+                start = (head * group + g) * head_dim
+                query = mixed[token, start : start + head_dim]
+                _rotate_head(query, query_gain, eps, cos[token], sin[token])
+                for d in range(head_dim):
+                    queries[token, head, g, d] = query[d]
+            start, row = keys + head * head_dim, slot + head * head_stride
+            _rotate_head(mixed[token, start : start + head_dim], key_gain, eps, cos[token], sin[token])
+            for d in range(head_dim):
+                rows[row, d] = narrow(mixed[token, start + d], rows)
+                rows[row + value_start, d] = narrow(mixed[token, values + head * head_dim + d], rows)
+
+
+@njit(fastmath=MATH)
+def _product(x, weight, bias, output, number, pieces):
+    """One piece of x @ weight.T + bias: a share of the weight's rows; gives the first of them and the last's end."""
+    first, end = weight.shape[0] * number // pieces, weight.shape[0] * (number + 1) // pieces
+    _multiply(x, weight, output, first, end)
+    add_bias(output, bias, first, end)
+    return first, end
+
+
+@njit(fastmath=MATH)
+def add_bias(output, bias, first, end):
+    """Adds a share of a bias, as it is stored, to the same columns of every row; nothing where it is empty."""
+    if len(bias):
+        for token in range(output.shape[0]):
+            for row in range(first, end):
+                output[token, row] += widen(bias[row])
+
+
+@njit(fastmath=MATH)
+def _add_product(x, weight, bias, output, stream, number, pieces):
+    """The same, added to the residual stream."""
+    first, end = _product(x, weight, bias, output, number, pieces)
+    for token in range(x.shape[0]):
+        for row in range(first, end):
+            stream[token, row] += output[token, row]
+
+
+@njit(fastmath=MATH)
+def _gated_product(x, weight, bias, output, activated, number, pieces):
+    """A share of gate(x) and up(x), whose weights stand under each other, and of activated = silu(gate) * up."""
+    wide = weight.shape[0] // 2
+    first, end = wide * number // pieces, wide * (number + 1) // pieces
+    _multiply(x, weight, output, first, end)
+    _multiply(x, weight, output, wide + first, wide + end)
+    add_bias(output, bias, first, end)
+    add_bias(output, bias, wide + first, wide + end)
+    activate(output, activated, first, end)
+
+
+@njit(fastmath=MATH)
+def activate(gated, activated, first, end):
+    """silu(gate) * up for a share of the columns; gated: float32 [tokens, 2 * wide], the gates before the ups."""
+    wide = activated.shape[1]
+    for token in range(activated.shape[0]):
+        for column in range(first, end):
+            gate = gated[token, column]
+            small = power_of_two(-abs(gate) * np.float32(LOG2_E))  # exp(-|gate|), which cannot overflow
+            share = (np.float32(1) if gate >= 0 else small) / (np.float32(1) + small)
+            activated[token, column] = gate * share * gated[token, wide + column]
+
+
+@njit(fastmath=MATH)
+def finish(stream, output):
+    """Rounds the stream to what the next layer is given."""
+    for row in range(stream.shape[0]):
+        for i in range(stream.shape[1]):
+            output[row, i] = narrow(stream[row, i], output)
+
+
+# ---- all of it ---------------------------------------------------------------------------------------------------
+# The functions that are called from outside give a number back that they close over: what a function closes over is
+# part of what Numba knows code on disk by, so code with old sources inside is not taken for new.
+
+
+def _layer(number):
+    def decode_layer(
+        x, cos, sin, rows, slots, ends, head_stride, value_start, attention_pieces,
+        qkv, out, gate_up, down, qkv_bias, out_bias, gate_up_bias, down_bias,
+        gain, query_gain, key_gain, gain_after, eps, kv_heads, output, pieces,
+    ):  # fmt: skip
+        """One layer for float32 or bfloat16 (uint16) x [tokens, hidden]; output, the same, is written; so are rows.
+
+        cos, sin: float32 [tokens, head_dim / 2]. rows, slots, ends, head_stride, value_start: the cache, see
+        `paged_decode`; a token's own slot is the last of its slots. attention_pieces, pieces: into how many the
+        attention and the products are cut. qkv, out, gate_up, down: the weights, as optimization.multiply_rows takes
+        them; the biases: as long, or [0]. gain, gain_after: of the norms before attention and feed-forward [hidden];
+        query_gain, key_gain: see `place`; eps: float32, of all norms.
+        """
+        tokens, hidden = x.shape
+        head_dim, wide = rows.shape[1], down.shape[1]
+        group = out.shape[1] // (kv_heads * head_dim)
+        stream, normed = np.empty((tokens, hidden), np.float32), np.empty((tokens, hidden), np.float32)
+        mixed = np.empty((tokens, qkv.shape[0]), np.float32)
+        queries = np.empty((tokens, kv_heads, group, head_dim), np.float32)
+        attended = np.empty((tokens, kv_heads, group, head_dim), np.float32)
+        owners = np.empty(2 * attention_pieces, np.int64)
+        parts = np.empty((2 * attention_pieces, group, head_dim + 2), np.float32)
+        gated, activated = np.empty((tokens, 2 * wide), np.float32), np.empty((tokens, wide), np.float32)
+        begin(x, gain, eps, stream, normed)
+        for piece in prange(pieces):
+            _product(normed, qkv, qkv_bias, mixed, piece, pieces)
+        where = (rows, slots, ends, head_stride, value_start)
+        place(mixed, query_gain, key_gain, eps, cos, sin, *where, queries)
+        if attention_pieces == 1:
+            attend_piece(0, 1, queries, rows, slots, ends, head_stride, value_start, attended, owners, parts)
+        else:
+            for piece in prange(attention_pieces):
+                cut = (piece, attention_pieces)
+                attend_piece(*cut, queries, rows, slots, ends, head_stride, value_start, attended, owners, parts)
+            merge_parts(attended, owners, parts)
+        joined = attended.reshape((tokens, out.shape[1]))
+        for piece in prange(pieces):
+            _add_product(joined, out, out_bias, normed, stream, piece, pieces)
+        normalize(stream, gain_after, eps, normed)
+        for piece in prange(pieces):
+            _gated_product(normed, gate_up, gate_up_bias, gated, activated, piece, pieces)
+        for piece in prange(pieces):
+            _add_product(activated, down, down_bias, normed, stream, piece, pieces)
+        finish(stream, output)
+        return number
+
+    return decode_layer
+
+
+def _whole_product(number):
+    def product(x, weight, output, pieces):
+        """output = x @ weight.T, as optimization.multiply_rows takes them, cut into so many pieces."""
+        for piece in prange(pieces):
+            _multiply(
+                x, weight, output, weight.shape[0] * piece // pieces, weight.shape[0] * (piece + 1) // pieces
+            )  # fmt: skip
+        return number
+
+    return product
+
+
+def _parallel(make, parallel):
+    """What `make` makes, compiled with or without threads."""
+    return compiled(chosen.keep, parallel=parallel)(make(2 * chosen.edition() + parallel))
+
+
+decode_layer_on_threads, product_on_threads = _parallel(_layer, True), _parallel(_whole_product, True)
+decode_layer_on_one_thread, product_on_one_thread = _parallel(_layer, False), _parallel(_whole_product, False)
