@@ -13,6 +13,8 @@ import test_mutants_ch02
 import test_mutants_ch03
 import test_mutants_ch05
 import test_mutants_ch05_choosing
+import test_mutants_ch06
+import test_mutants_ch06_drafts
 
 from llmfromscratch.course import exercises
 
@@ -23,6 +25,8 @@ MUTANTS: mutants.Mutants = {
     **mutants_ch04.MUTANTS,
     **test_mutants_ch05.MUTANTS,
     **test_mutants_ch05_choosing.MUTANTS,
+    **test_mutants_ch06.MUTANTS,
+    **test_mutants_ch06_drafts.MUTANTS,
 }
 # of a class, the methods that the chapter leaves blank; those not named are given
 BLANKS = {
