@@ -114,8 +114,9 @@ class NotebookPage:
         self.wait_until_idle()
 
     def picture(self, cell: Locator) -> str:
-        """A digest of the one picture that a cell's output shows."""
-        return sha256(bytes(cell.locator(".jp-OutputArea-output img").evaluate(_BYTES))).hexdigest()
+        """A digest of the pictures that a cell's output shows."""
+        pictures = cell.locator(".jp-OutputArea-output img").all()
+        return " ".join(sha256(bytes(picture.evaluate(_BYTES))).hexdigest() for picture in pictures)
 
     def expect_changed_picture(self, cell: Locator, before: str, control: str) -> str:
         """Waits until the cell shows another picture than the one before; gives its digest."""

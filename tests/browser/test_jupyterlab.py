@@ -20,6 +20,7 @@ FIGURES = {  # chapter: (the label of a figure's cell, how many controls it has)
     "03_kv_cache": (("attention-pattern", 4), ("page-grid", 2), ("cost-curves", 2)),
     "04_scheduler": (("gantt", 3), ("latencies", 2), ("what-if", 5)),
     "05_sampling": (("distribution", 6), ("beam-tree", 4), ("repetition", 4)),
+    "06_optimization": (("waterfall", 5), ("tiles", 5), ("drafts-and-masks", 7)),
 }
 BROKEN = "Error displaying widget"
 MENUS = ["File", "Edit", "View", "Run", "Kernel", "Tabs", "Settings", "Help"]
@@ -65,7 +66,7 @@ def run_solution(chapter: str, open_notebook: Callable[[Path], NotebookPage], fo
 def move_every_control(lab: NotebookPage, cell: Locator) -> int:
     """Moves each control of a figure by one step with the keyboard; every move must change the picture."""
     cell.scroll_into_view_if_needed()
-    expect(cell.locator(".jp-OutputArea-output img")).to_be_visible()
+    expect(cell.locator(".jp-OutputArea-output img").first).to_be_visible()
     controls = cell.locator("select, textarea, input[type=text], .noUi-handle").all()
     picture = lab.picture(cell)
     for control in controls:
