@@ -245,6 +245,10 @@ class Gathers:
             self._made[key] = make()
         return self._made[key]
 
+    def known(self, key: Hashable) -> Any:
+        """What `once` has made under this key in the pass under way; None where it has made nothing."""
+        return self._made.get(key)
+
     def index(self, table: Sequence[int], request_id: int, num_blocks: int, device: torch.device) -> slice | Tensor:
         """The first blocks of a request's table: a slice if they are neighbours in memory, else int64 [num_blocks]."""
 

@@ -1,8 +1,8 @@
 """Decoder layers and products for few rows by compiled code: what `kernels/decode_layer.py` needs to be told.
 
 A step of one request reads every weight for one row. PyTorch's product does that at a third of the memory's speed, and
-thirty operations a layer each take a moment to begin. The compiled layer is one call whose products are
-`optimization.multiply_rows`, the learner's where there is one.
+thirty operations a layer each take a moment to begin. Compiled layers are one call, all of them where nobody looks in
+between (`Stack`), whose products are `optimization.multiply_rows`, the learner's where there is one.
 
 It serves passes of at most MAX_ROWS tokens over a paged or static cache in float32 or bfloat16 on the CPU: decode
 steps, drafts that are verified, ends of prompts. What it does not serve goes through PyTorch (`fused_layers`).
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache as once
@@ -108,6 +109,11 @@ class Numbers:
     stored: Tensor | None = None  # the layer's part of the cache that was asked for last
     rows: np.ndarray | None = None  # and its rows
 
+    @property
+    def weights(self) -> tuple[Any, ...]:
+        """All that a call is given of the layer."""
+        return (*self.products, *self.rest)
+
     def rows_of(self, stored: Tensor) -> np.ndarray:
         """A layer of the cache as [rows, head_dim]."""
         if self.rows is None or stored is not self.stored:
@@ -132,6 +138,44 @@ def numbers_of(layer: FusedLayer) -> Numbers:
     return layer.numbers
 
 
+class Stack:
+    """All layers of a network, of which a pass of few rows is one call: what Python would do between two layers takes
+    long there, as their weights drive all that it works with out of the processor's cache."""
+
+    def __init__(self, layers: Sequence[FusedLayer]):
+        self.layers = tuple(layers)
+        self._known: list[tuple[Numbers, Tensor]] = []
+        self._places: np.ndarray | None = None
+
+    def places(self, cache: Any) -> np.ndarray | None:
+        """Where each layer has its rows and weights: int64 [layers, 13]; None where a pass is not one call: layers that
+        differ in shape or attention, that somebody watches, or that are not this cache's."""
+        first = self.layers[0].attention.backend
+        for index, layer in enumerate(self.layers):
+            attention = layer.attention
+            if attention.layer != index or attention.backend != first or layer.is_stale() or any(layer.watched):
+                return None
+        if len(self.layers) != len(cache.storage):
+            return None
+        now = [(numbers_of(layer), stored) for layer, stored in zip(self.layers, cache.storage, strict=True)]
+        known = len(self._known) == len(now) and all(
+            own is old and stored is before for (own, stored), (old, before) in zip(now, self._known, strict=True)
+        )
+        if not known:
+            arrays = [(own.rows_of(stored), *own.products, *own.rest[:-1]) for own, stored in now]
+            alike = all(
+                _forms(each) == _forms(arrays[0]) and own.rest[-1] == now[0][0].rest[-1]
+                for each, (own, _) in zip(arrays, now, strict=True)
+            )
+            self._known = now
+            self._places = np.array([[one.ctypes.data for one in each] for each in arrays]) if alike else None
+        return self._places
+
+
+def _forms(arrays: Sequence[np.ndarray]) -> list[Any]:
+    return [(one.shape, one.strides, one.dtype) for one in arrays]
+
+
 def serves(layer: FusedLayer, x: Tensor, cache: kv_cache.KVCache) -> bool:
     """Whether a pass can go through the compiled layer: few rows, a cache that it reads, and no other attention asked
     for."""
@@ -143,19 +187,21 @@ def serves(layer: FusedLayer, x: Tensor, cache: kv_cache.KVCache) -> bool:
     return asked and cache.storage[attention.layer].dtype == x.dtype
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pass:
-    """What the layers of one pass share, so that each of them has little to do before its call: between two layers the
-    weights have driven out of the processor's cache whatever Python works with.
+    """What the layers of one pass share.
 
     cos, sin: float32 [tokens, head_dim / 2]. outputs: of each layer [tokens, hidden]; arrays: the same memory.
+    decode: the module `kernels.decode_layer`. done: whether all outputs are there already.
     """
 
+    decode: Any
     plan: compiled_decode.Plan
     cos: np.ndarray
     sin: np.ndarray
     outputs: tuple[Tensor, ...]
-    arrays: tuple[np.ndarray, ...]
+    arrays: np.ndarray
+    done: bool = False
 
     @classmethod
     def of(cls, layer: FusedLayer, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: Any) -> Pass:
@@ -163,7 +209,7 @@ class Pass:
         _, mask = attention_backends.read(layer.self_attn.backend)
         plan = compiled_decode.Plan.of(batch, cache, mask, True)
         outputs = x.new_empty(len(cache.storage), *x.shape)
-        return cls(plan, cos.numpy(), sin.numpy(), outputs.unbind(), tuple(numbers(outputs)))
+        return cls(kernel(), plan, cos.numpy(), sin.numpy(), outputs.unbind(), numbers(outputs))
 
     def input(self, x: Tensor, index: int) -> np.ndarray:
         """The layer's input as an array: mostly what the layer before has written."""
@@ -172,17 +218,32 @@ class Pass:
         return numbers(x.contiguous())
 
 
+def goes_on(layer: FusedLayer, x: Tensor, batch: Batch, cache: Any) -> bool:
+    """Whether the layer before was served in this pass and x is what it has written: then so is this one, and `serves`
+    need not be asked."""
+    attention = layer.attention
+    if not attention.layer or not hasattr(cache, "gathers"):
+        return False
+    one = cache.gathers.known(("layers", id(batch), attention.backend))
+    return one is not None and x is one.outputs[attention.layer - 1] and layer.qkv.dtype == x.dtype
+
+
 def forward(layer: FusedLayer, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: Any) -> Tensor:
     """As the layer's own forward: x [tokens, hidden]; the same shape and dtype. Writes keys and values to the cache."""
-    attention: Any = layer.self_attn
+    attention = layer.attention
     index = attention.layer
     if index == 0:
         cache.begin(batch)
     # the plan holds on to its batch, so that no other batch can have its id
     key = ("layers", id(batch), attention.backend)
     one: Pass = cache.gathers.once(key, lambda: Pass.of(layer, x, cos, sin, batch, cache))
-    rows = numbers_of(layer).rows_of(cache.storage[index])
-    _run(layer, (one.input(x, index), one.cos, one.sin, rows), one.plan, one.arrays[index])
+    if index == 0:
+        one.done = _all_in_one_call(layer, one, x, cache)
+    elif x is not one.outputs[index - 1]:  # somebody has changed it
+        one.done = False
+    if not one.done:
+        rows = numbers_of(layer).rows_of(cache.storage[index])
+        _run(layer, one, (one.input(x, index), one.cos, one.sin, rows), one.arrays[index])
     if isinstance(cache, kv_cache.PagedKVCache):
         cache.end(index, batch)
     else:
@@ -190,20 +251,43 @@ def forward(layer: FusedLayer, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch
     return one.outputs[index]
 
 
-def _run(layer: FusedLayer, inputs: tuple[np.ndarray, ...], plan: compiled_decode.Plan, output: np.ndarray) -> None:
+def _all_in_one_call(layer: FusedLayer, one: Pass, x: Tensor, cache: Any) -> bool:
+    """The whole stack behind the first layer, if that can be; whether it was. Each layer then only gives its output."""
+    if layer.stack is None or torch.autograd._profiler_enabled() or compiled_decode.max_threads() == 1:
+        return False
+    places = layer.stack.places(cache)
+    if places is None:
+        return False
+    own = numbers_of(layer)
+    _call_all(one, (one.input(x, 0), one.cos, one.sin, own.rows_of(cache.storage[0])), own.weights, places)
+    return True
+
+
+def _call_all(one: Pass, inputs: tuple[np.ndarray, ...], weights: tuple[Any, ...], places: np.ndarray) -> None:
+    plan = one.plan
+    where = (plan.slots, plan.ends, plan.head_stride, plan.value_start, plan.pieces)
+    arguments = (*inputs, *where, *weights, plan.kv_heads, places, one.arrays, plan.threads)
+    compiled_decode.in_threads(plan.threads, one.decode.decode_layers_on_threads, *arguments)
+
+
+def _run(layer: FusedLayer, one: Pass, inputs: tuple[np.ndarray, ...], output: np.ndarray) -> None:
     """The layer in one call, or, for a profile, in stages. inputs: x, cos, sin, and the cache's rows."""
+    plan = one.plan
     if torch.autograd._profiler_enabled():
         where = (inputs[3], plan.slots, plan.ends, plan.head_stride, plan.value_start)
         _in_stages(layer, inputs[:3], plan, where, output)
     else:
-        own = numbers_of(layer)
-        _call(plan, inputs, (*own.products, *own.rest), output)
+        _call(one.decode, plan, inputs, numbers_of(layer).weights, output)
 
 
 def _call(
-    plan: compiled_decode.Plan, inputs: tuple[np.ndarray, ...], weights: tuple[Any, ...], output: np.ndarray
+    decode: Any,
+    plan: compiled_decode.Plan,
+    inputs: tuple[np.ndarray, ...],
+    weights: tuple[Any, ...],
+    output: np.ndarray,
 ) -> None:
-    decode, where = kernel(), (plan.slots, plan.ends, plan.head_stride, plan.value_start)
+    where = (plan.slots, plan.ends, plan.head_stride, plan.value_start)
     if compiled_decode.max_threads() == 1:
         decode.decode_layer_on_one_thread(*inputs, *where, 1, *weights, plan.kv_heads, output, 1)
         return
@@ -268,10 +352,17 @@ def _waiting() -> AbstractContextManager[Any]:
 
 def _try_out_a_layer(dtype: torch.dtype) -> None:
     x, empty, angles = torch.tensor([[1.0, 2.0]], dtype=dtype), torch.empty(0, dtype=dtype), np.ones((1, 1), "f4")
-    stored, output = numbers(torch.zeros(2, 2, dtype=dtype)), torch.zeros_like(x)
-    weights = [numbers(torch.zeros(rows, 2, dtype=dtype)) for rows in (6, 2, 4, 2)]
-    rest = [numbers(each) for each in (*[empty] * 4, x[0], empty, empty, x[0])]
+    stored, outputs = numbers(torch.zeros(2, 2, dtype=dtype)), torch.zeros(2, *x.shape, dtype=dtype)
+    matrices = [numbers(torch.zeros(rows, 2, dtype=dtype)) for rows in (6, 2, 4, 2)]
+    vectors = [numbers(each) for each in (*[empty] * 4, x[0], empty, empty, x[0])]
     plan = compiled_decode.Plan(Batch.of([(0, [0], 0)]), None, np.arange(1), np.array([1]), 1, 1, 1, 1, 1)
-    _call(plan, (numbers(x), angles, angles, stored), (*weights, *rest, np.float32(1)), numbers(output))
-    if not torch.equal(output, x):
-        raise ArithmeticError(f"a layer that should add nothing made {output.tolist()[0]} of [1.0, 2.0]")
+    one = Pass(kernel(), plan, angles, angles, outputs.unbind(), numbers(outputs))
+    given, weights = (numbers(x), angles, angles, stored), (*matrices, *vectors, np.float32(1))
+    _call(one.decode, plan, given, weights, one.arrays[0])
+    if compiled_decode.max_threads() == 1:
+        outputs[1] = outputs[0]
+    else:
+        places = [each.ctypes.data for each in (stored, *matrices, *vectors)]
+        _call_all(one, given, weights, np.array([places, places]))
+    if not torch.equal(outputs[1], x):
+        raise ArithmeticError(f"layers that should add nothing made {outputs[1].tolist()[0]} of [1.0, 2.0]")

@@ -17,7 +17,7 @@ see at work, so "auto" is "plain" then, until there is an `optimization.py` of t
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -94,6 +94,15 @@ def fuse(network: model.Model, kind: str) -> None:
         network.layers[index] = FusedLayer(network.layers[index], network.config, kind)
     if kind == "compiled":
         network.lm_head = Head(network.lm_head)
+        stack(network)
+
+
+def stack(network: model.Model) -> None:
+    """Lets the layers know each other, so that a pass of few rows can be one call."""
+    if all(isinstance(layer, FusedLayer) for layer in network.layers):
+        together = compiled_layers.Stack(list(network.layers))  # type: ignore[arg-type]
+        for layer in network.layers:
+            layer.stack = together  # type: ignore[assignment]
 
 
 def _join(linears: Sequence[Any], norm: Any, folding: bool) -> tuple[Tensor, Tensor | None]:
@@ -137,13 +146,15 @@ class FusedLayer(nn.Module):
         self.input_layernorm, self.self_attn = layer.input_layernorm, layer.self_attn
         self.post_attention_layernorm, self.mlp = layer.post_attention_layernorm, layer.mlp
         attention, mlp = layer.self_attn, layer.mlp
+        self._attention = (attention,)  # no module looks long for what stands in a tuple
+        self.stack: compiled_layers.Stack | None = None
         for name in ("qkv", "qkv_bias", "gate_up", "gate_up_bias"):
             self.register_buffer(name, None, persistent=False)
         self._projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         self._gates = (mlp.gate_proj, mlp.up_proj)
         parts = (*self._projections, attention.o_proj, *self._gates, mlp.down_proj)
         # looked up once: a step has no time to ask seven modules in each of thirty layers
-        self._held = [part._parameters for part in (*parts, *self.norms()) if hasattr(part, "weight")]
+        self._held = [part._parameters for part in (*self.norms(), *parts) if hasattr(part, "weight")]
         self._hooks = [hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
         self.fuse()
         self.register_load_state_dict_post_hook(_fuse_again)
@@ -166,6 +177,22 @@ class FusedLayer(nn.Module):
                 return True
         return any(_version(gain) != version for gain, version in self._versions)
 
+    @property
+    def watched(self) -> Sequence[Any]:
+        """The hooks of its parts."""
+        return self._hooks
+
+    @property
+    def attention(self) -> Any:
+        """`self_attn`, sooner."""
+        return self._attention[0]
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """As every module's; the first comes at once, since a model asks for it to know where the layer lies."""
+        first: Any = self._held[0]["weight"]
+        yield first
+        yield from (each for each in super().parameters(recurse) if each is not first)
+
     def norms(self) -> tuple[Any, ...]:
         """The norms before attention, of queries, of keys, and before the feed-forward; what is none has no weight."""
         heads = (getattr(self.self_attn, name, None) for name in ("q_norm", "k_norm"))
@@ -175,7 +202,8 @@ class FusedLayer(nn.Module):
         """As `model.DecoderLayer`: x [tokens, hidden]; returns the same; writes to the cache."""
         if self.is_stale():
             self.fuse()
-        if self.kind == "compiled" and not any(self._hooks) and compiled_layers.serves(self, x, cache):
+        compiled = self.kind == "compiled" and not any(self._hooks)
+        if compiled and (compiled_layers.goes_on(self, x, batch, cache) or compiled_layers.serves(self, x, cache)):
             return compiled_layers.forward(self, x, cos, sin, batch, cache)
         first, _, _, second = self.norms()
         x = x + self._attend(self._normalize(x, first), cos, sin, batch, cache)

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from llmfromscratch import model
+from llmfromscratch import fused_layers, model
 
 
 def skip_layers(network: model.Model, kept: Sequence[int]) -> model.Model:
@@ -31,6 +31,7 @@ def skip_layers(network: model.Model, kept: Sequence[int]) -> model.Model:
     for index, layer in enumerate(smaller.layers):
         layer.self_attn.layer = index  # type: ignore[union-attr]
     smaller.config = replace(network.config, num_layers=len(kept))
+    fused_layers.stack(smaller)
     return smaller
 
 

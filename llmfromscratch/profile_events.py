@@ -59,6 +59,7 @@ _LAUNCHERS = ((compiled_decode, "launch"), (compiled_layers, "_product"))
 # what compiled code computes in, whoever watches; and the kinds of work in it
 _CALLS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (compiled_layers, "_call", ("products", "attention", "norms", "cache")),
+    (compiled_layers, "_call_all", ("products", "attention", "norms", "cache")),
     (fused_layers.Head, "forward", ("head",)),
 )
 

@@ -20,11 +20,14 @@ from llmfromscratch import (
     LLM,
     SamplingParams,
     attention_backends,
+    compiled_decode,
     compiled_layers,
     doctor,
     fused_layers,
     kv_cache,
+    layer_skipping,
     learner_engine,
+    masks,
     model,
 )
 from llmfromscratch.batch import Batch
@@ -398,3 +401,88 @@ def test_the_real_model_says_the_same_in_float32_by_plain_fused_and_compiled_lay
         said[kind] = [answer.token_ids for answer in llm.generate(prompts, params)]
         assert llm.generate(prompts[0], params)[0].token_ids == said[kind][0]
     assert said["plain"] == said["compiled"]
+
+
+# ---- all layers in one call --------------------------------------------------------------------------------------
+
+in_threads = pytest.mark.skipif(compiled_decode.max_threads() == 1, reason="one thread goes layer by layer")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often one layer was called, and all of them at once."""
+    counts = {"_call": 0, "_call_all": 0}
+    for dtype in DTYPES:
+        assert compiled_layers.unavailable(dtype) is None  # tries them out
+    for name in counts:
+        own = getattr(compiled_layers, name)
+
+        def counted(*given, name=name, own=own):
+            counts[name] += 1
+            return own(*given)
+
+        monkeypatch.setattr(compiled_layers, name, counted)
+    return counts
+
+
+def alone(network: model.Model) -> model.Model:
+    """The same network, whose layers do not know each other."""
+    for layer in network.layers:
+        layer.stack = None
+    return network
+
+
+@in_threads
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_layers_in_one_call_give_what_they_give_one_by_one(shape, kind, dtype, calls):
+    network = network_of(shape, dtype, layers=3)
+    caches = new_cache(kind, network), new_cache(kind, network)
+    for stored in (*caches[0].storage, *caches[1].storage):
+        stored.zero_()
+    together = say(network, caches[0])
+    assert calls["_call_all"] > 0 and calls["_call"] == 0
+    one_by_one = say(alone(network), caches[1])
+    assert calls["_call"] > 0
+    assert torch.equal(together, one_by_one)
+    for left, right in zip(caches[0].storage, caches[1].storage, strict=True):
+        assert torch.equal(left, right)
+
+
+@in_threads
+def test_who_changes_what_a_layer_gives_changes_all_that_follows(calls):
+    network, batch = network_of(TIED, torch.float32, layers=4), Batch.of([(0, [5], 0)])
+    network.layers[1].register_forward_hook(lambda layer, given, output: output + 1)
+    found = network(batch, new_cache("paged, blocks of 3", network))
+    assert calls == {"_call": 2, "_call_all": 1}
+    assert torch.equal(found, alone(network)(batch, new_cache("paged, blocks of 3", network)))
+
+
+@in_threads
+def test_whoever_watches_a_part_an_exchanged_weight_and_another_mask_are_seen(calls):
+    network, batch = network_of(TIED, torch.float32, layers=3), Batch.of([(0, [5], 0)])
+    seen: list[torch.Tensor] = []
+    watching = network.layers[2].mlp.down_proj.register_forward_hook(lambda part, given, output: seen.append(output))
+    network(batch, new_cache("paged, blocks of 3", network))
+    assert len(seen) == 1 and calls["_call_all"] == 0
+    watching.remove()
+    before = network(batch, new_cache("paged, blocks of 3", network))
+    assert calls["_call_all"] == 1
+    network.layers[1].mlp.up_proj.weight = torch.nn.Parameter(torch.zeros_like(network.layers[1].mlp.up_proj.weight))
+    after = [network(batch, new_cache("paged, blocks of 3", network)) for _ in range(2)]
+    assert calls["_call_all"] == 2  # in the first of them the layer was fused again
+    assert torch.equal(after[0], after[1]) and not torch.allclose(after[0], before)
+    network.layers[2].self_attn.backend = attention_backends.Masked("auto", masks.sliding(3))
+    network(batch, new_cache("paged, blocks of 3", network))
+    assert calls["_call_all"] == 2
+
+
+@in_threads
+def test_a_model_without_some_layers_goes_through_its_own_in_one_call(calls):
+    network, batch = network_of(TIED, torch.float32, layers=4), Batch.of([(0, [5], 0)])
+    smaller = layer_skipping.skip_layers(network, [0, 2, 3])
+    found = smaller(batch, new_cache("paged, blocks of 3", smaller))
+    network(batch, new_cache("paged, blocks of 3", network))
+    assert calls == {"_call": 0, "_call_all": 2}
+    assert torch.equal(found, alone(smaller)(batch, new_cache("paged, blocks of 3", smaller)))

@@ -287,3 +287,11 @@ def test_an_engine_made_where_no_gradients_are_kept_works_like_any_other(tmp_pat
         made = LLM(tmp_path, dtype="float32", device="cpu", layers=kind)
         assert made.generate([[1, 2, 3]], params)[0].token_ids == usual[0].token_ids
     assert made.generate([[1, 2, 3]], params)[0].token_ids == usual[0].token_ids
+
+
+@pytest.mark.parametrize("shape", [TIED, BIASED, NORMED])
+def test_the_parameters_of_a_fused_layer_come_in_the_order_of_their_names(shape):
+    layer = network_of(shape, torch.float32, "fused").layers[0]
+    named = [parameter for _, parameter in layer.named_parameters()]
+    assert len(named) == len(list(layer.parameters()))
+    assert all(one is other for one, other in zip(layer.parameters(), named, strict=True))

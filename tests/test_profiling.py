@@ -247,12 +247,12 @@ def test_time_in_which_nothing_is_computed_is_pythons(llm, monkeypatch):
 
 def test_a_compiled_kernel_is_no_python(folder, monkeypatch):
     fast = LLM(folder, dtype="float32", device="cpu", layers="compiled")
-    before = compiled_layers._call
-    monkeypatch.setattr(compiled_layers, "_call", lambda *given: (time.sleep(0.004), before(*given))[1])
+    before = compiled_layers._call_all
+    monkeypatch.setattr(compiled_layers, "_call_all", lambda *given: (time.sleep(0.02), before(*given))[1])
     costs = profile(fast, prompt_tokens=8, steps=2).decode.costs
-    # each layer is a call that computes (here: sleeps) where torch sees nothing
+    # all layers are one call, which computes (here: sleeps) where torch sees nothing
     inside = sum(costs[kind].seconds for kind in ("products", "attention", "norms", "cache"))
-    assert inside > 0.004 * fast.config.num_layers
+    assert inside > 0.02
     assert inside > 3 * costs["Python"].seconds
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from numba import njit, prange
 
 from llmfromscratch.kernels import product as chosen
-from llmfromscratch.kernels.numba_words import MATH, compiled
+from llmfromscratch.kernels.numba_words import MATH, array_at, compiled
 from llmfromscratch.kernels.paged_decode import LOG2_E, attend_piece, merge_parts, power_of_two
 from llmfromscratch.kernels.words import narrow, widen
 
@@ -230,3 +230,32 @@ def _parallel(make, parallel):
 
 decode_layer_on_threads, product_on_threads = _parallel(_layer, True), _parallel(_whole_product, True)
 decode_layer_on_one_thread, product_on_one_thread = _parallel(_layer, False), _parallel(_whole_product, False)
+
+
+def _layers(number):
+    def decode_layers(
+        x, cos, sin, rows, slots, ends, head_stride, value_start, attention_pieces,
+        qkv, out, gate_up, down, qkv_bias, out_bias, gate_up_bias, down_bias,
+        gain, query_gain, key_gain, gain_after, eps, kv_heads, places, outputs, pieces,
+    ):  # fmt: skip
+        """Layer after layer, each as `decode_layer`, so that Python is not asked in between.
+
+        rows and the weights: those of any layer, as all have their shapes. places: int64 [layers, 13], where in memory
+        each layer has its rows and its weights, in the order above. outputs: [layers, tokens, hidden], to be written.
+        """
+        for layer in range(len(outputs)):
+            at = places[layer]
+            decode_layer_on_threads(
+                x, cos, sin, array_at(rows, at[0]), slots, ends, head_stride, value_start, attention_pieces,
+                array_at(qkv, at[1]), array_at(out, at[2]), array_at(gate_up, at[3]), array_at(down, at[4]),
+                array_at(qkv_bias, at[5]), array_at(out_bias, at[6]), array_at(gate_up_bias, at[7]),
+                array_at(down_bias, at[8]), array_at(gain, at[9]), array_at(query_gain, at[10]),
+                array_at(key_gain, at[11]), array_at(gain_after, at[12]), eps, kv_heads, outputs[layer], pieces,
+            )  # fmt: skip
+            x = outputs[layer]
+        return number
+
+    return decode_layers
+
+
+decode_layers_on_threads = _parallel(_layers, False)  # what is parallel is inside a layer

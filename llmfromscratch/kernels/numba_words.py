@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic, overload
-from numba.np.arrayobj import make_array
+from numba.np.arrayobj import make_array, populate_array
 
 from llmfromscratch.kernels.words import LINE as LINE
 from llmfromscratch.kernels.words import narrow, per_line, prefetch, widen
@@ -61,6 +61,24 @@ def _per_line_by_type(rows):
     # a step that is known lets the loop over the lines be unrolled: a tenth of the time of a product
     numbers = LINE * 8 // rows.dtype.bitwidth
     return lambda rows: numbers
+
+
+@intrinsic
+def _array_at(typing_context, like, address):
+    """An array as `like` is, of the numbers that begin at an address."""
+
+    def generate(context, builder, signature, arguments):
+        kind = signature.args[0]
+        source, found = make_array(kind)(context, builder, arguments[0]), make_array(kind)(context, builder)
+        place = builder.inttoptr(arguments[1], found.data.type)
+        shape, strides = (cgutils.unpack_tuple(builder, each, kind.ndim) for each in (source.shape, source.strides))
+        populate_array(found, data=place, shape=shape, strides=strides, itemsize=source.itemsize, meminfo=None)
+        return found._getvalue()
+
+    return like(like, types.int64), generate
+
+
+array_at: Any = _array_at
 
 
 @intrinsic

@@ -76,7 +76,7 @@ def move_every_control(lab: NotebookPage, cell: Locator) -> int:
 
 
 def move(control: Locator) -> None:
-    """The next entry of a list; one step of a slider, down where it is at its end; a word more in a text."""
+    """The next entry of a list, or one step of a slider, back where it is at its end; a word more in a text."""
     before, kind = value_of(control), control.evaluate("e => e.tagName")
     if kind in ("TEXTAREA", "INPUT"):
         control.press("End")
@@ -84,7 +84,8 @@ def move(control: Locator) -> None:
         if kind == "INPUT":  # a text of one line may count only when it is complete
             control.press("Enter")
     elif kind == "SELECT":
-        for key in ("Space", "ArrowDown", "Enter"):
+        last = control.evaluate("e => e.selectedIndex === e.options.length - 1")
+        for key in ("Space", "ArrowUp" if last else "ArrowDown", "Enter"):
             control.press(key)
     else:
         control.press("ArrowRight")
