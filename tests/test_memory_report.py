@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,8 @@ def test_the_resident_bytes_of_all_owners_are_those_of_the_process(folder):
 
 @pytest.mark.skipif(not Path("/proc/self/pagemap").exists(), reason="only Linux tells")
 def test_memory_that_nobody_has_written_is_allotted_and_not_resident():
-    stored = torch.empty(32 * 2**20, dtype=torch.uint8)
+    # fresh memory of the system: what torch hands out may have been somebody's before
+    stored = torch.frombuffer(mmap.mmap(-1, 32 * 2**20), dtype=torch.uint8)
     start = stored.data_ptr()
     assert memory_report._resident(start, start + stored.nbytes, CPU) < 4 * 2**20
     stored[: 16 * 2**20] = 1

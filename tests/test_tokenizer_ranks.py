@@ -13,7 +13,7 @@ import tokenizer_families as families
 import tokenizers
 from checkpoint_writers import FAMILIES, random_model, write_meta
 from hard_texts import HARD_TEXTS, TEXTS
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 
@@ -95,11 +95,13 @@ def test_hard_texts_have_the_ids_of_the_library_and_come_back(own, oracle):
         assert own.decode(ids) == text
 
 
+@settings(deadline=None)
 @given(text=TEXTS)
 def test_any_text_has_the_ids_of_the_library(own, oracle, text):
     assert own.encode(text, add_bos=False) == oracle.encode(text).ids
 
 
+@settings(deadline=None)
 @given(word=st.text("aeintho T", min_size=1, max_size=30))
 def test_neighbours_are_joined_by_the_rank_of_their_bytes_together(own, tokens, word):
     ranks = {token: rank for rank, token in enumerate(tokens)}
@@ -220,6 +222,7 @@ def test_a_file_without_measure_is_refused_before_it_is_read(tmp_path):
         tokenizer_files.read_tokenizer(tmp_path)
 
 
+@settings(deadline=None)
 @given(place=st.integers(0, len(LINES) - 1), new=st.binary(max_size=3), cut=st.booleans())
 def test_changed_bytes_are_refused_with_our_own_error(tmp_path_factory, place, new, cut):
     path = tmp_path_factory.mktemp("changed") / "tokenizer.model"

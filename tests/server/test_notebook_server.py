@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -185,7 +186,9 @@ def test_a_program_that_forgets_to_stop_it_ends_all_the_same(tmp_path):
         "from llmfromscratch import LLM\nfrom llmfromscratch.server import serve\n"
         f"print(serve(LLM({str(tmp_path / 'model')!r}, device='cpu', kv_cache_memory=1_000_000)))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    quiet = {**os.environ, "TQDM_DISABLE": "1"}  # on a slow machine a line says that layers are being compiled
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=quiet)
     assert (done.returncode, done.stderr) == (0, "") and "running" in done.stdout
 
 
