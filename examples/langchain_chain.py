@@ -17,7 +17,8 @@ from llmfromscratch.server import serve
 
 def main() -> None:
     """Asks in three ways."""
-    with serve(LLM()) as server:
+    # in float32 the same question has the same answer, also where its prompt is found in the cache the second time
+    with serve(LLM(dtype="float32")) as server:
         model = ChatOpenAI(
             base_url=f"{server.url}/v1",
             api_key="none",  # the client wants one; this server asks for none
