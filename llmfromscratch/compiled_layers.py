@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache as once
 from typing import TYPE_CHECKING, Any
@@ -106,8 +107,7 @@ class Numbers:
     source: Tensor
     products: tuple[np.ndarray, ...]  # qkv, out, gate and up, down
     rest: tuple[Any, ...]  # their biases; the gains of the norms before attention, of queries, of keys, and after; eps
-    stored: Tensor | None = None  # the layer's part of the cache that was asked for last
-    rows: np.ndarray | None = None  # and its rows
+    read: tuple[Tensor, np.ndarray] | None = None  # the layer of a cache that was asked for last, and its rows
 
     @property
     def weights(self) -> tuple[Any, ...]:
@@ -116,12 +116,14 @@ class Numbers:
 
     def rows_of(self, stored: Tensor) -> np.ndarray:
         """A layer of the cache as [rows, head_dim]."""
-        if self.rows is None or stored is not self.stored:
-            self.stored, self.rows = stored, numbers(stored).reshape(-1, stored.shape[-1])
-        return self.rows
+        read = self.read  # once: another thread may serve another cache
+        if read is None or read[0] is not stored:
+            read = self.read = stored, numbers(stored).reshape(-1, stored.shape[-1])
+        return read[1]
 
     def __deepcopy__(self, memo: Any) -> Numbers:
-        return self  # a copy of the layer that shares its weights shares their views
+        # a copy of the layer that shares its weights shares their views, and has a cache of its own
+        return Numbers(self.source, self.products, self.rest)
 
 
 def numbers_of(layer: FusedLayer) -> Numbers:
@@ -147,13 +149,18 @@ class Stack:
         self._known: list[tuple[Numbers, Tensor]] = []
         self._places: np.ndarray | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Stack:
+        memo[id(self)] = copied = Stack(())  # the layers know their stack
+        copied.layers = deepcopy(self.layers, memo)  # not the cache that was served last
+        return copied
+
     def places(self, cache: Any) -> np.ndarray | None:
         """Where each layer has its rows and weights: int64 [layers, 13]; None where a pass is not one call: layers that
         differ in shape or attention, that somebody watches, or that are not this cache's."""
         first = self.layers[0].attention.backend
         for index, layer in enumerate(self.layers):
             attention = layer.attention
-            if attention.layer != index or attention.backend != first or layer.is_stale() or any(layer.watched):
+            if attention.layer != index or attention.backend != first or layer.is_stale() or layer.is_watched():
                 return None
         if len(self.layers) != len(cache.storage):
             return None
@@ -218,13 +225,18 @@ class Pass:
         return numbers(x.contiguous())
 
 
+def _key(attention: Any, batch: Batch) -> Hashable:
+    """A pass; its plan holds on to its batch, so that no other batch can have the id."""
+    return "layers", id(batch), attention.backend
+
+
 def goes_on(layer: FusedLayer, x: Tensor, batch: Batch, cache: Any) -> bool:
     """Whether the layer before was served in this pass and x is what it has written: then so is this one, and `serves`
     need not be asked."""
     attention = layer.attention
     if not attention.layer or not hasattr(cache, "gathers"):
         return False
-    one = cache.gathers.known(("layers", id(batch), attention.backend))
+    one = cache.gathers.known(_key(attention, batch))
     return one is not None and x is one.outputs[attention.layer - 1] and layer.qkv.dtype == x.dtype
 
 
@@ -234,9 +246,7 @@ def forward(layer: FusedLayer, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch
     index = attention.layer
     if index == 0:
         cache.begin(batch)
-    # the plan holds on to its batch, so that no other batch can have its id
-    key = ("layers", id(batch), attention.backend)
-    one: Pass = cache.gathers.once(key, lambda: Pass.of(layer, x, cos, sin, batch, cache))
+    one: Pass = cache.gathers.once(_key(attention, batch), lambda: Pass.of(layer, x, cos, sin, batch, cache))
     if index == 0:
         one.done = _all_in_one_call(layer, one, x, cache)
     elif x is not one.outputs[index - 1]:  # somebody has changed it

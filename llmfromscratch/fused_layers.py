@@ -177,10 +177,9 @@ class FusedLayer(nn.Module):
                 return True
         return any(_version(gain) != version for gain, version in self._versions)
 
-    @property
-    def watched(self) -> Sequence[Any]:
-        """The hooks of its parts."""
-        return self._hooks
+    def is_watched(self) -> bool:
+        """Whether somebody has hooks on its parts."""
+        return any(self._hooks)
 
     @property
     def attention(self) -> Any:
@@ -202,7 +201,7 @@ class FusedLayer(nn.Module):
         """As `model.DecoderLayer`: x [tokens, hidden]; returns the same; writes to the cache."""
         if self.is_stale():
             self.fuse()
-        compiled = self.kind == "compiled" and not any(self._hooks)
+        compiled = self.kind == "compiled" and not self.is_watched()
         if compiled and (compiled_layers.goes_on(self, x, batch, cache) or compiled_layers.serves(self, x, cache)):
             return compiled_layers.forward(self, x, cos, sin, batch, cache)
         first, _, _, second = self.norms()
@@ -254,7 +253,7 @@ class FusedLayer(nn.Module):
 
     def _show(self, x: Tensor, *parts: Any) -> None:
         """Lets whoever watches the parts see what they compute; nothing while nobody does."""
-        if any(self._hooks):
+        if self.is_watched():
             for part in parts:
                 part(x)
 

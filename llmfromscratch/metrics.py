@@ -8,8 +8,20 @@ from llmfromscratch import scheduler
 from llmfromscratch.steps import StepRecord
 
 
+class _Drafted:
+    """What can be said of drafts: how many there were, and how many stood."""
+
+    drafted: int
+    accepted: int
+
+    @property
+    def acceptance_rate(self) -> float:
+        """The share of the drafts that stood; 0 without drafts."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+
 @dataclass(frozen=True)
-class RequestMetrics:
+class RequestMetrics(_Drafted):
     """One request's figures; times in seconds, None where it did not come so far.
 
     queue_time: from arrival to the first step it took part in. ttft: to its first token. tpot: between two tokens after
@@ -27,11 +39,6 @@ class RequestMetrics:
     drafted: int = 0
     accepted: int = 0
 
-    @property
-    def acceptance_rate(self) -> float:
-        """The share of the drafts that stood; 0 without drafts."""
-        return self.accepted / self.drafted if self.drafted else 0.0
-
     @classmethod
     def of(cls, request: scheduler.Request) -> RequestMetrics:
         """The figures of a request as it stands."""
@@ -48,7 +55,7 @@ class RequestMetrics:
 
 
 @dataclass
-class EngineMetrics:
+class EngineMetrics(_Drafted):
     """An engine's figures: how it stands now, and totals since it was made.
 
     running, waiting: requests now. blocks_used, blocks_total: of the cache, now; 0 where it has no blocks.
@@ -82,11 +89,6 @@ class EngineMetrics:
     def tokens_per_second(self) -> float:
         """Generated tokens per second of computing; 0 before the first step."""
         return self.tokens / self.busy_seconds if self.busy_seconds else 0.0
-
-    @property
-    def acceptance_rate(self) -> float:
-        """The share of the drafts that stood; 0 without drafts."""
-        return self.accepted / self.drafted if self.drafted else 0.0
 
     def count_step(self, record: StepRecord, tokens: int, drafted: int = 0, accepted: int = 0) -> None:
         """Takes in a step that is over and gave so many tokens, having verified so many drafts."""

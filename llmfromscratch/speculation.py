@@ -27,7 +27,7 @@ from llmfromscratch.drafters import Draft as Draft
 from llmfromscratch.drafters import Drafter as Drafter
 from llmfromscratch.errors import OutOfMemory
 
-MAX_ROWS = 8  # of a step with drafts: more leave what the compiled layers serve
+MAX_ROWS = 8  # of a step with drafts: few enough for the compiled layers, and more cost about what they gain
 ROW_COST = 0.15  # of one row more in a pass, as a share of the pass with one row
 _FADING = 0.7  # how much of what is known of a request's drafts still counts after the next ones
 _LONGEST_REST = 32  # steps without drafts, where they do not pay

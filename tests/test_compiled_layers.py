@@ -486,3 +486,16 @@ def test_a_model_without_some_layers_goes_through_its_own_in_one_call(calls):
     network(batch, new_cache("paged, blocks of 3", network))
     assert calls == {"_call": 0, "_call_all": 2}
     assert torch.equal(found, alone(smaller)(batch, new_cache("paged, blocks of 3", smaller)))
+
+
+@in_threads
+def test_a_copy_of_a_network_that_has_served_a_cache_does_not_copy_the_cache(monkeypatch):
+    network, batch = network_of(TIED, torch.float32, layers=4), Batch.of([(0, [5], 0)])
+    cache, copied = new_cache("paged, blocks of 3", network), []
+    network(batch, cache)
+    own = torch.Tensor.__deepcopy__
+    monkeypatch.setattr(torch.Tensor, "__deepcopy__", lambda tensor, memo: copied.append(tensor) or own(tensor, memo))
+    smaller = layer_skipping.skip_layers(network, [0, 1, 3])
+    assert not any(tensor is stored for tensor in copied for stored in cache.storage)
+    others = new_cache("paged, blocks of 3", smaller)
+    assert torch.equal(smaller(batch, others), alone(smaller)(batch, new_cache("paged, blocks of 3", smaller)))

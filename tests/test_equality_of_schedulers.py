@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import VOCAB, all_logits, random_ids, tiny_model
+from tiny_models import VOCAB, random_ids, said_without_an_engine, tiny_model
 
 from llmfromscratch import SamplingParams, kv_cache, sampling, scheduler
 from llmfromscratch.engine_core import EngineCore
@@ -29,13 +29,7 @@ _KNOWN: dict[Asked, list[int]] = {}
 def alone(asked: Asked) -> list[int]:
     """What a request says, computed in the plainest way."""
     if asked not in _KNOWN:
-        prompt, params = asked
-        ids, ends = list(prompt), () if params.ignore_eos else CONFIG.eos_token_ids
-        sampler = sampling.Sampler()
-        row = sampler.start(params, prompt)
-        while len(ids) - len(prompt) < params.max_tokens and not (len(ids) > len(prompt) and ids[-1] in ends):
-            ids += sampler.sample(all_logits(NETWORK, ids)[-1:].float(), [row])
-        _KNOWN[asked] = ids[len(prompt) :]
+        _KNOWN[asked] = said_without_an_engine(NETWORK, *asked)
     return _KNOWN[asked]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import VOCAB, all_logits, new_cache, random_ids, tiny_model
+from tiny_models import VOCAB, new_cache, random_ids, said_without_an_engine, tiny_model
 
 from llmfromscratch import SamplingParams, drafters, kv_cache, sampling, scheduler, sparse_cache
 from llmfromscratch.drafters import Draft
@@ -26,13 +26,7 @@ def alone(asked: Asked) -> list[int]:
     """What a request says, each token computed from the whole text before it, without engine, cache or drafts."""
     key = repr(asked)  # parameters with a bias have no hash
     if key not in _KNOWN:
-        prompt, params = asked
-        ids, ends = list(prompt), () if params.ignore_eos else CONFIG.eos_token_ids
-        sampler = sampling.Sampler()
-        row = sampler.start(params, prompt)
-        while len(ids) - len(prompt) < params.max_tokens and not (len(ids) > len(prompt) and ids[-1] in ends):
-            ids += sampler.sample(all_logits(NETWORK, ids)[-1:].float(), [row])
-        _KNOWN[key] = ids[len(prompt) :]
+        _KNOWN[key] = said_without_an_engine(NETWORK, *asked)
     return _KNOWN[key]
 
 

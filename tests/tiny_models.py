@@ -21,7 +21,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from llmfromscratch import kv_cache, model
+from llmfromscratch import kv_cache, model, sampling
 from llmfromscratch.batch import Batch
 from llmfromscratch.config import ModelConfig
 
@@ -104,6 +104,16 @@ def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float64, **changes: Any
 def all_logits(network: model.Model, ids: list[int]) -> torch.Tensor:
     """Logits [tokens, vocab] of one request in one forward pass, from an empty cache."""
     return network(Batch.of([(0, ids, 0)], all_logits=True), kv_cache.ConcatKVCache(network.config.num_layers))
+
+
+def said_without_an_engine(network: model.Model, prompt: tuple[int, ...], params: sampling.SamplingParams) -> list[int]:
+    """What a request says in the plainest way, each token computed from the whole text before it."""
+    ids, ends = list(prompt), () if params.ignore_eos else network.config.eos_token_ids
+    sampler = sampling.Sampler()
+    row = sampler.start(params, prompt)
+    while len(ids) - len(prompt) < params.max_tokens and not (len(ids) > len(prompt) and ids[-1] in ends):
+        ids += sampler.sample(all_logits(network, ids)[-1:].float(), [row])
+    return ids[len(prompt) :]
 
 
 CACHES = ("none", "concat", "static", *(f"paged, blocks of {size}" for size in (1, 3, 8, 16, 32)), "paged, scattered")
