@@ -67,11 +67,20 @@ def check(choice: Any, sampler: Any) -> None:
             f'speculative is {choice!r}; give "lookup", "skip", a second LLM, a drafter (an object with the methods '
             "propose and forget), or None."
         )
-    if sampler is not None and type(sampler) is not sampling.Sampler:
+    if sampler is not None and not is_plain(sampler):
         raise RequestError(
             f"speculative verifies several tokens at once by the package's own sampler, and sampler is a "
             f"{type(sampler).__name__}; leave one of the two out."
         )
+
+
+def is_plain(sampler: Any) -> bool:
+    """Whether a sampler is `sampling.Sampler` itself and no other class, a subclass for instance.
+
+    By its name: a `build` reloads the module, and a sampler made before is of the class that had the name then.
+    """
+    kind = type(sampler)
+    return (kind.__module__, kind.__qualname__) == (sampling.__name__, "Sampler")
 
 
 def of(choice: Any, llm: Any) -> Drafter | None:

@@ -25,6 +25,7 @@ from llmfromscratch import kv_cache, model, optimization, sampling, scheduler, s
 from llmfromscratch.batch import Batch
 from llmfromscratch.drafters import Draft as Draft
 from llmfromscratch.drafters import Drafter as Drafter
+from llmfromscratch.drafters import is_plain
 from llmfromscratch.errors import OutOfMemory
 
 MAX_ROWS = 8  # of a step with drafts: few enough for the compiled layers, and more cost about what they gain
@@ -248,7 +249,7 @@ def _are_exact(cache: kv_cache.KVCache, sampler: Any) -> bool:
 
     Another sampler may remember what it was asked; and what heavy hitters keep depends on how a text was cut.
     """
-    return type(sampler) is sampling.Sampler and not isinstance(cache, sparse_cache.HeavyHitters)
+    return is_plain(sampler) and not isinstance(cache, sparse_cache.HeavyHitters)
 
 
 def _decodes(work: scheduler.Work) -> bool:

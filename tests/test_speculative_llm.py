@@ -161,6 +161,13 @@ def test_what_contradicts_drafts_is_refused(folder, plain):
         new_llm(folder, speculative=drafters.LayerSkip([7]))
 
 
+def test_drafts_go_on_after_the_sampling_module_was_reloaded(folder, plain, monkeypatch):
+    llm = new_llm(folder, speculative="lookup")
+    monkeypatch.setattr(sampling, "Sampler", type("Sampler", (sampling.Sampler,), {}))
+    assert llm.generate(PROMPTS, TWELVE) == plain.generate(PROMPTS, TWELVE)
+    assert llm.metrics.drafted > 0
+
+
 def test_drafts_go_on_after_a_part_was_exchanged(folder, plain):
     llm = new_llm(folder, speculative="lookup")
     llm.use_scheduler("static")
