@@ -108,8 +108,8 @@ def _compiled(
 def _compiled_lacks(cache: kv_cache.KVCache, mask: masks.Mask | None) -> str | None:
     if not compiled_decode.fits(cache, 0):
         return (
-            "it reads a paged or a static cache in float32 or bfloat16 on the CPU, and this one is a "
-            f"{type(cache).__name__} of another kind or dtype."
+            "it reads a paged or a static cache in float32 or bfloat16 on the CPU, or in bytes for these, and this one "
+            f"is a {type(cache).__name__} of another kind or dtype."
         )
     return compiled_decode.unavailable(cache.storage[0].dtype)
 
@@ -124,7 +124,7 @@ def _best_for_prompts(
 def _auto(queries: Tensor, layer: int, batch: Batch, cache: kv_cache.KVCache, mask: masks.Mask | None) -> Tensor:
     if is_learners():
         return _plain(queries, layer, batch, cache, mask)
-    if compiled_decode.fits(cache, layer) and compiled_decode.unavailable(queries.dtype) is None:
+    if compiled_decode.fits(cache, layer) and compiled_decode.unavailable(cache.storage[layer].dtype) is None:
         return _compiled(queries, layer, batch, cache, mask, _best_for_prompts)
     return _best_for_prompts(queries, layer, batch, cache, mask)
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from llmfromscratch import kv_cache
+from llmfromscratch import kv_cache, quantized_cache
 from llmfromscratch.batch import Batch
 from llmfromscratch.engine_core import EngineCore
 from llmfromscratch.errors import OutOfMemory
@@ -37,8 +37,9 @@ def take_turn(core: EngineCore, work: Callable[[kv_cache.KVCache], Made]) -> Mad
     while True:
         try:
             with core.between_steps():
-                shared = isinstance(core.cache, kv_cache.StaticKVCache)
-                return work(kv_cache.ConcatKVCache(core.model.config.num_layers) if shared else core.cache)
+                copies = isinstance(quantized_cache.below(core.cache), kv_cache.StaticKVCache)
+                layers = core.model.config.num_layers
+                return work(quantized_cache.growing(core.cache, layers) if copies else core.cache)
         except OutOfMemory:
             if not core.has_work:
                 raise

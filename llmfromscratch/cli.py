@@ -1,4 +1,4 @@
-"""The command line: `llmfromscratch generate | chat | serve | models | doctor | lab | board | grade`."""
+"""The command line: `llmfromscratch generate | chat | serve | quantize | models | doctor | lab | board | grade`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from llmfromscratch.engine import LLM
 
 _DEFAULT_MODEL = "smollm2-135m-instruct"
+_METHODS = ("int8", "int4", "nf4", "w8a8", "gptq", "awq", "awq+gptq")  # quantized_model.KINDS, without importing torch
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     chat.set_defaults(command=_chat)
 
     _add_serve(commands)
+    _add_quantize(commands)
 
     models = commands.add_parser("models", help="list the known models and where they lie")
     models.add_argument("--fetch", metavar="NAME", help="fetch and verify one now")
@@ -93,8 +95,39 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     serve.add_argument("--request-timeout", type=float, metavar="S", help="seconds until an answer is given up")
     serve.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
     serve.add_argument("--device", default="auto", help="auto, cpu, cuda or mps (default: %(default)s)")
+    _add_quantization(serve)
     serve.add_argument("--engine", metavar="DIR", help="use the modules in this folder in the place of the package's")
     serve.set_defaults(command=_serve)
+
+
+def _add_quantization(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--quantization",
+        choices=("native", *_METHODS),
+        help="weights in few bits, less to read for each token; native keeps a GGUF's own",
+    )
+    parser.add_argument(
+        "--kv-cache-dtype", choices=("int8", "int4"), help="keys and values in few bits: more tokens in the same memory"
+    )
+
+
+def _add_quantize(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    quantize = commands.add_parser(
+        "quantize",
+        help="write a model with fewer bits a weight into a folder, which serves wherever a model is asked for",
+        epilog="int8: a scale a row. int4, nf4: a grid for each 32 columns. w8a8: int8, activations too. gptq, awq, "
+        "awq+gptq: int4, calibrated on a text, which takes minutes.",
+    )
+    quantize.add_argument(
+        "model", nargs="?", default=_DEFAULT_MODEL, help="name, folder, file or hub id (default: %(default)s)"
+    )
+    quantize.add_argument("--method", required=True, choices=_METHODS, help="how")
+    quantize.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder")
+    quantize.add_argument("--dtype", default="auto", help="of the weights that stay numbers (default: %(default)s)")
+    quantize.add_argument(
+        "--engine", metavar="DIR", help="use the modules in this folder in the place of the package's"
+    )
+    quantize.set_defaults(command=_quantize)
 
 
 def _add_course(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -129,6 +162,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=_DEFAULT_MODEL, help="name, folder, file or hub id (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps (default: %(default)s)")
+    _add_quantization(parser)
     parser.add_argument("--engine", metavar="DIR", help="use the modules in this folder in the place of the package's")
     _add_sampling_options(parser)
 
@@ -229,7 +263,13 @@ def _params(options: argparse.Namespace) -> sampling.SamplingParams:
 def _load(options: argparse.Namespace) -> LLM:
     from llmfromscratch.engine import LLM
 
-    return LLM(options.model, dtype=options.dtype, device=options.device)
+    return LLM(
+        options.model,
+        dtype=options.dtype,
+        device=options.device,
+        quantization=options.quantization,
+        kv_cache_dtype=options.kv_cache_dtype,
+    )
 
 
 def _print_stream(llm: LLM, prompt: str | list[int], params: sampling.SamplingParams) -> tuple[str, int]:
@@ -257,6 +297,28 @@ def _serve(options: argparse.Namespace) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(130)
+
+
+def _quantize(options: argparse.Namespace) -> int:
+    from llmfromscratch import loading, quantized_files, quantized_model
+    from llmfromscratch.engine import LLM
+    from llmfromscratch.placement import format_bytes
+
+    quantized_files.check_new(options.out)  # now, as the rest may take minutes
+    # nothing is computed with it but the calibration: no cache, no fused layers
+    llm = LLM(
+        options.model, dtype=options.dtype, device="cpu", quantization=options.method, kv_cache="none", layers="plain"
+    )
+    folder = quantized_files.save(llm, options.out, options.model)
+    dtype = llm.model.norm.weight.dtype
+    before = sum(loading.module_sizes(llm.config, dtype).values())
+    after = quantized_model.nbytes(llm.model)
+    kind = str(dtype).removeprefix("torch.")
+    print(
+        f"{folder}: {format_bytes(after)} of weights in {options.method}, {before / after:.1f} times less than "
+        f"{format_bytes(before)} in {kind}."
+    )
+    return 0
 
 
 def _models(options: argparse.Namespace) -> int:

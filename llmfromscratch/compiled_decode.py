@@ -4,14 +4,15 @@ A step's one query a request goes over that request's keys and values where they
 nothing is gathered, nothing is padded, and each key is read once for all query heads that share it. Scores and sums are
 computed in float32, whatever the cache stores. Prompts are left to `attention.attend`.
 
-What it needs: Numba, a CPU, a paged or static cache in float32 or bfloat16. `unavailable` says what is lacking, in one
-sentence; the package works without. What it costs: some seconds of compiling at the first use of all (kept on disk).
+What it needs: Numba, a CPU, a paged or static cache in float32, bfloat16, or bytes that stand for these
+(`quantized_cache`). `unavailable` says what is lacking, in one sentence; the package works without. What it costs: some
+seconds of compiling at the first use of all (kept on disk).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache as once
 from typing import Any, TypeGuard
 
@@ -19,10 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmfromscratch import attention, kv_cache, masks
+from llmfromscratch import attention, kv_cache, masks, quantized_cache
 from llmfromscratch.batch import Batch, Span
 
 DTYPES = (torch.float32, torch.bfloat16)
+NO_FRAMES = np.empty((1, 2, 0, 0), np.float32)
 _LEAST = 256  # tokens of a head that are worth a thread: they take it about as long as beginning and ending together
 
 
@@ -55,10 +57,17 @@ def fits(cache: kv_cache.KVCache, layer: int) -> TypeGuard[kv_cache.PagedKVCache
     """Whether the kernel can read a layer of this cache. A cache derived from one of ours may read in a way of its own,
     and is left alone.
     """
-    if type(cache) not in (kv_cache.PagedKVCache, kv_cache.StaticKVCache):
+    rows = quantized_cache.below(cache)
+    if type(rows) not in (kv_cache.PagedKVCache, kv_cache.StaticKVCache):
         return False
-    stored: Tensor = cache.storage[layer]  # type: ignore[attr-defined]
-    return stored.dtype in DTYPES and stored.device.type == "cpu"
+    stored: Tensor = rows.storage[layer]
+    return quantized_cache.dtype_of(cache, layer) in DTYPES and stored.device.type == "cpu"
+
+
+def frames_of(cache: Any, layer: int) -> np.ndarray:
+    """The frames of a layer's keys where rows are bytes, float32 [frames, 2, kv_heads, head_dim]; empty for others."""
+    quantized = isinstance(cache, quantized_cache.QuantizedKVCache)
+    return cache.codec.frames[layer].numpy() if quantized else NO_FRAMES
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,7 @@ class Plan:
     batch: whose plan it is. rows: int64 [steps], where their queries stand, or None for all rows of the batch. slots:
     int64 [tokens], of all their tokens, behind each other; ends: int64 [steps]. head_stride, value_start: rows of the
     cache from a head to the next, and from a key to its value. pieces: into how many the work is cut, for `threads`.
+    numbers: int64 [steps], of the frames that their keys are in, where the cache has rows of bytes.
     """
 
     batch: Batch
@@ -79,6 +89,7 @@ class Plan:
     value_start: int
     pieces: int
     threads: int
+    numbers: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int64))
 
     @classmethod
     def of(
@@ -101,13 +112,23 @@ class Plan:
         rows = None if len(spans) == len(batch.spans) else torch.tensor([span.first_row for span in spans])
         threads = min(torch.get_num_threads(), max_threads())
         pieces = max(1, min(threads, kv_heads * int(ends[-1]) // _LEAST))
-        return cls(batch, rows, np.concatenate(slots), ends, kv_heads, head_stride, value_start, pieces, threads)
+        numbers = _numbers_of_frames(cache, positions)
+        return cls(
+            batch, rows, np.concatenate(slots), ends, kv_heads, head_stride, value_start, pieces, threads, numbers
+        )
+
+
+def _numbers_of_frames(cache: Any, positions: list[int]) -> np.ndarray:
+    if isinstance(cache, quantized_cache.QuantizedKVCache):
+        return cache.codec.numbers_at(torch.tensor(positions)).numpy()
+    return np.zeros(len(positions), np.int64)
 
 
 def _slots(
     spans: list[Span], cache: kv_cache.PagedKVCache | kv_cache.StaticKVCache
 ) -> tuple[list[tuple[np.ndarray, Span]], int, int, int]:
     """Of each span the slots of all tokens up to its last one, and the span; kv heads, head_stride, value_start."""
+    cache = quantized_cache.below(cache)
     if isinstance(cache, kv_cache.PagedKVCache):
         _, kv_heads, num_blocks, block_size, _ = cache.storage[0].shape
         head_stride = num_blocks * block_size
@@ -143,20 +164,20 @@ def attend(
     # the plan holds on to its batch, so that no other batch can have its id
     plan = cache.gathers.once(("compiled", id(batch), mask), lambda: Plan.of(batch, cache, mask))
     if plan.rows is None:
-        return _attend_steps(queries, cache.storage[layer], plan)
+        return _attend_steps(queries, cache.storage[layer], plan, frames_of(cache, layer))
     others = tuple(span for span in batch.spans if span.length > 1)
     output = (prompts or attention.attend)(queries, layer, replace(batch, spans=others), cache)
-    output[plan.rows] = _attend_steps(queries[plan.rows], cache.storage[layer], plan)
+    output[plan.rows] = _attend_steps(queries[plan.rows], cache.storage[layer], plan, frames_of(cache, layer))
     return output
 
 
-def _attend_steps(queries: Tensor, stored: Tensor, plan: Plan) -> Tensor:
+def _attend_steps(queries: Tensor, stored: Tensor, plan: Plan, frames: np.ndarray) -> Tensor:
     """queries: [steps, heads, head_dim]; returns the same shape and dtype."""
     steps, _, head_dim = queries.shape
     asked = queries.detach().float().contiguous().view(steps, plan.kv_heads, -1, head_dim)
     output = torch.empty_like(asked)
     where = (plan.slots, plan.ends, plan.head_stride, plan.value_start)
-    launch(plan, asked.numpy(), numbers(stored).reshape(-1, head_dim), *where, output.numpy())
+    launch(plan, asked.numpy(), numbers(stored).reshape(-1, stored.shape[-1]), frames, *where, output.numpy())
     return output.view(queries.shape).to(queries.dtype)
 
 
@@ -191,9 +212,11 @@ def in_threads(threads: int, function: Callable[..., Any], *arguments: Any) -> A
 
 
 def _try_out(dtype: torch.dtype) -> None:
-    """Compiles the kernel for a dtype, and lets it compute the mean of 1 and 3."""
-    keys_and_values = torch.tensor([[0.0], [0.0], [1.0], [3.0]], dtype=dtype).expand(4, 8).contiguous()
+    """Compiles the kernel for a dtype of rows, and lets it compute the mean of 1 and 3."""
+    keys_and_values = torch.tensor([[0.0], [0.0], [1.0], [3.0]]).expand(4, 8).contiguous()
+    stored = quantized_cache.rows_of(keys_and_values, dtype)
+    frames = quantized_cache.no_frames(1, 8, [stored.device])[0].numpy()
     plan = Plan(Batch.of([(0, [0], 1)]), None, np.arange(2), np.array([2]), 1, 2, 2, pieces=1, threads=1)
-    found = _attend_steps(torch.ones(1, 1, 8, dtype=dtype), keys_and_values, plan)
+    found = _attend_steps(torch.ones(1, 1, 8), stored, plan, frames)
     if not torch.equal(found, torch.full_like(found, 2.0)):
         raise ArithmeticError(f"the mean of 1 and 3 came out as {found[0, 0, 0].item():g}")

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from llmfromscratch import kv_cache, layer_skipping, model, optimization, sampling, scheduler
+from llmfromscratch import kv_cache, layer_skipping, model, optimization, quantized_model, sampling, scheduler
 from llmfromscratch.batch import Batch
 from llmfromscratch.errors import OutOfMemory, RequestError
 
@@ -190,7 +190,7 @@ class DraftModel:
         tokenizers = self.llm.tokenizer, llm.tokenizer
         if None not in tokenizers and _tokens(tokenizers[0], own) != _tokens(tokenizers[1], own):
             raise RequestError("the draft model's tokens say something else than the model's; take one of its family.")
-        sizes = [sum(weight.numel() for weight in one.model.parameters()) for one in (self.llm, llm)]
+        sizes = [quantized_model.nbytes(one.model) for one in (self.llm, llm)]
         self.cost = sizes[0] / sizes[1] if self._cost is None else self._cost
 
     def propose(self, requests: Sequence[scheduler.Request], counts: Sequence[int]) -> list[Draft]:

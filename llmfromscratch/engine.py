@@ -18,15 +18,17 @@ import torch
 from llmfromscratch import (
     attention_backends,
     beam_search,
+    cache_frames,
     compiled_graph,
     drafters,
     fused_layers,
     hub,
     kv_cache,
     kv_memory,
-    loading,
     masks,
     model,
+    quantized_files,
+    quantized_model,
     sampling,
     scheduler,
     scoring,
@@ -53,11 +55,15 @@ class LLM:
     source: a known short name, a folder, a .gguf, a .safetensors, or a hub id.
     dtype: "auto" (bf16 where the processor is fast at it, else fp32), "float32", "bfloat16", "float16", a torch.dtype.
     device: "auto", "cpu", "cuda", "mps", or budgets in bytes such as {"cuda:0": 8e9, "cpu": 32e9}.
+    quantization: weights in few bits, which are less to read (`quantized_model`): "int8", "int4", "nf4", "w8a8"; a
+    GGUF's own, "native"; "gptq", "awq", "awq+gptq" read a text and take minutes; or a `quantized_model.Plan`. dtype is
+    what is computed in. None: as the checkpoint has them.
     kv_cache: "paged", "static", "concat", or "none", which computes the whole text again for every token: switch the
     cache off and compare, when answers look wrong. block_size: tokens in a block of the paged cache.
     kv_cache_memory: for the paged and the static cache, bytes, or a share (below 1) of what is free after loading;
     None takes a quarter of it at most. prefix_sharing: prompts that begin alike share the blocks of the paged cache.
     window: keep only the newest `window` tokens and the first four (memory stays bounded, the answer changes).
+    kv_cache_dtype: "int8" or "int4": keys and values in fewer bits (`quantized_cache`); None: in the model's dtype.
     layers: a kind of `fused_layers`: "plain", "fused", "compiled", "triton"; "auto" takes the fastest that can be had.
     attention: a backend of `attention_backends`: "plain", "compiled", "tiled", "sdpa", "flash", "triton"; "auto" takes
     what was measured to be faster and can be had here. mask: who may look at whom, made of the words in `masks`, such
@@ -88,11 +94,13 @@ class LLM:
         *,
         dtype: str | torch.dtype = "auto",
         device: str | Mapping[str, float] = "auto",
+        quantization: str | quantized_model.Plan | None = None,
         kv_cache: str = "paged",
         block_size: int = kv_memory.BLOCK_SIZE,
         kv_cache_memory: int | float | None = None,
         window: int | None = None,
         prefix_sharing: bool = True,
+        kv_cache_dtype: str | None = None,
         layers: str = "auto",
         attention: str = "auto",
         mask: masks.Mask | None = None,
@@ -106,13 +114,14 @@ class LLM:
         max_length: int | None = None,
         truncation: str | None = None,
     ):
-        kv_memory.check(kv_cache, block_size, kv_cache_memory, window, prefix_sharing)
+        kv_memory.check(kv_cache, block_size, kv_cache_memory, window, prefix_sharing, kv_cache_dtype)
         _check_planning(scheduler, max_requests, max_batch_tokens)
         fused_layers.check(layers)
         attention_backends.check(attention, mask)
         compiled_graph.check(compile, layers, attention)
         drafters.check(speculative, sampler)
-        checkpoint = loading.open_checkpoint(hub.resolve(source))
+        quantized_model.check(quantization, device, compile)
+        checkpoint = quantized_files.open_checkpoint(hub.resolve(source))
         self.config = checkpoint.config
         data = checkpoint.tokenizer_data()
         self.tokenizer = None if data is None else tokenizer.Tokenizer(data)
@@ -122,7 +131,7 @@ class LLM:
         self._intake = Intake(self.config, self.tokenizer, self.tokenizer_config, seed)
         with torch.device("meta"):
             self.model = model.Model(self.config)
-        self.model.load_state_dict(checkpoint.load(dtype, device), assign=True)
+        quantized_model.load(self.model, checkpoint, dtype, device, quantization, self.tokenizer)
         self.layers = fused_layers.use(layers, self.model)
         cache = kv_memory.open_cache(
             kv_cache,
@@ -134,6 +143,7 @@ class LLM:
             window=window,
             prefix_sharing=prefix_sharing,
             max_requests=max_requests,
+            codec=cache_frames.codec(kv_cache_dtype, self.model, self.tokenizer),
         )
         attention_backends.use(attention, self.model.layers, mask)
         self._network = compiled_graph.of(compile, self.model)
@@ -239,7 +249,7 @@ class LLM:
         top = sampling.SamplingParams(prompt_logprobs=top).prompt_logprobs or 0
         ids = self._intake.text_ids(text)
         with self.core.between_steps():
-            return scoring.prompt_logprobs(self.model, ids, top)
+            return scoring.prompt_logprobs(self.model, ids, top, like=self.cache)
 
     def perplexity(self, text: Prompt) -> float:
         """exp of the mean negative log-probability of a text's tokens but the first: so many equally likely tokens

@@ -245,7 +245,9 @@ class EngineCore:
                 continue
             try:
                 shared = request.follows.prompt_logprobs if request.follows is not None else None
-                request.prompt_logprobs = shared or scoring.prompt_logprobs(self.model, request.prompt_token_ids, top)
+                request.prompt_logprobs = shared or scoring.prompt_logprobs(
+                    self.model, request.prompt_token_ids, top, like=self.cache
+                )
             except NotImplementedError:
                 raise
             except Exception as error:  # noqa: BLE001  the prompts of the others are others

@@ -10,8 +10,9 @@
     "auto"       "compiled" where it can be had, else "fused"
 
 A model's layers are exchanged in place; the parts of a layer stay where they were, under their names, and their weights
-become views of the fused ones. A learner's own `model.py`, `attention.py` or `kv_cache.py` is what the learner wants to
-see at work, so "auto" is "plain" then, until there is an `optimization.py` of theirs.
+become views of the fused ones. A quantized model's are "plain" or "compiled", without fusing (`quantized_layers`).
+A learner's own `model.py`, `attention.py` or `kv_cache.py` is what the learner wants to see at work, so "auto" is
+"plain" then, until there is an `optimization.py` of theirs.
 """
 
 from __future__ import annotations
@@ -49,12 +50,16 @@ def use(kind: str, network: model.Model) -> str:
     Raises RequestError where one is asked for by name and cannot be had.
     """
     lacking = _lacking(kind, network)
+    quantized = _quantized_layers().is_quantized(network)
+    second = "plain" if quantized else "fused"
     if lacking:
-        raise RequestError(f'layers="{kind}" cannot be had: {lacking} Or leave it out, or give layers="fused".')
+        raise RequestError(f'layers="{kind}" cannot be had: {lacking} Or leave it out, or give layers="{second}".')
     if kind == "auto":
-        kind = "plain" if is_learners() else "fused" if _lacking("compiled", network) else "compiled"
+        kind = "plain" if is_learners() else second if _lacking("compiled", network) else "compiled"
     if kind == "triton":
         importlib.import_module("llmfromscratch.triton_layers").use(network)
+    elif quantized and kind != "plain":
+        _quantized_layers().use(network)
     elif kind != "plain":
         fuse(network, kind)
     return kind
@@ -71,7 +76,13 @@ def _is_learners(name: str, module: Any) -> bool:
     return module.__file__ != str(learner_engine.reference_path(name))
 
 
+def _quantized_layers() -> Any:
+    return importlib.import_module("llmfromscratch.quantized_layers")
+
+
 def _lacking(kind: str, network: model.Model) -> str | None:
+    if _quantized_layers().is_quantized(network):
+        return _quantized_layers().lacking(kind, network)
     if kind == "triton":
         return importlib.import_module("llmfromscratch.triton_layers").lacking(network)
     if kind != "compiled":
@@ -137,6 +148,7 @@ class FusedLayer(nn.Module):
     qkv_bias: Tensor | None
     gate_up: Tensor
     gate_up_bias: Tensor | None
+    most_rows = compiled_layers.MAX_ROWS
 
     def __init__(self, layer: Any, config: Any, kind: str):
         super().__init__()
@@ -154,7 +166,8 @@ class FusedLayer(nn.Module):
         self._gates = (mlp.gate_proj, mlp.up_proj)
         parts = (*self._projections, attention.o_proj, *self._gates, mlp.down_proj)
         # looked up once: a step has no time to ask seven modules in each of thirty layers
-        self._held = [part._parameters for part in (*self.norms(), *parts) if hasattr(part, "weight")]
+        tensors = [held for part in (*self.norms(), *parts) for held in (part._parameters, part._buffers)]
+        self._held = [held for held in tensors if held]
         self._hooks = [hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
         self.fuse()
         self.register_load_state_dict_post_hook(_fuse_again)
@@ -165,6 +178,10 @@ class FusedLayer(nn.Module):
         self.folded = self._projections[0].weight.dtype in _FOLDED
         self.qkv, self.qkv_bias = _join(self._projections, self.input_layernorm, self.folded)
         self.gate_up, self.gate_up_bias = _join(self._gates, self.post_attention_layernorm, self.folded)
+        self._note()
+
+    def _note(self) -> None:
+        """Keeps in mind what the parts hold now."""
         self._known = [(held, name, value) for held in self._held for name, value in held.items()]
         gains = (self.input_layernorm.weight, self.post_attention_layernorm.weight)
         self._versions = [(gain, _version(gain)) for gain in gains]
@@ -180,6 +197,23 @@ class FusedLayer(nn.Module):
     def is_watched(self) -> bool:
         """Whether somebody has hooks on its parts."""
         return any(self._hooks)
+
+    @property
+    def source(self) -> Tensor:
+        """What is another tensor when the layer's weights have become others."""
+        return self.qkv
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the layer computes in."""
+        return self.qkv.dtype
+
+    def operands(self) -> tuple[tuple[Any, ...], tuple[Tensor | None, ...]]:
+        """The weights of its products as `compiled_layers` takes them (qkv, out, gate and up, down); their biases."""
+        out: Any = self.self_attn.o_proj
+        down: Any = self.mlp.down_proj
+        biases = (self.qkv_bias, out.bias, self.gate_up_bias, down.bias)
+        return (self.qkv, out.weight, self.gate_up, down.weight), biases
 
     @property
     def attention(self) -> Any:
@@ -209,8 +243,7 @@ class FusedLayer(nn.Module):
         return x + self._feed_forward(self._normalize(x, second))
 
     def _attend(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: Any) -> Tensor:
-        self._show(x, *self._projections)
-        heads = self._product(x, self.qkv, self.qkv_bias).view(len(x), -1, self.head_dim)
+        heads = self._of_qkv(x).view(len(x), -1, self.head_dim)
         with _label("llm::cache"):
             turned = self._rotated(heads[:, : self.heads + self.kv_heads], cos, sin)
             queries, keys = turned.split([self.heads, self.kv_heads], dim=1)
@@ -221,9 +254,7 @@ class FusedLayer(nn.Module):
             else:
                 backend = self.self_attn.backend
                 mixed = attention_backends.attend(queries, self.self_attn.layer, batch, cache, backend)
-        out: Any = self.self_attn.o_proj
-        self._show(mixed.flatten(1), out)
-        return self._product(mixed.flatten(1), out.weight, out.bias)
+        return self._of(mixed.flatten(1), self.self_attn.o_proj)
 
     def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Queries and keys [tokens, heads + kv heads, head_dim], normalized where they have norms, and turned."""
@@ -234,13 +265,24 @@ class FusedLayer(nn.Module):
         return model.rotate(x, cos, sin)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        self._show(x, *self._gates)
-        gate, up = self._product(x, self.gate_up, self.gate_up_bias).chunk(2, dim=-1)
+        gate, up = self._of_gate_up(x).chunk(2, dim=-1)
         with _label("llm::product"):
             activated = F.silu(gate) * up
-        down: Any = self.mlp.down_proj
-        self._show(activated, down)
-        return self._product(activated, down.weight, down.bias)
+        return self._of(activated, self.mlp.down_proj)
+
+    def _of_qkv(self, x: Tensor) -> Tensor:
+        """Queries, keys and values of x, side by side."""
+        self._show(x, *self._projections)
+        return self._product(x, self.qkv, self.qkv_bias)
+
+    def _of_gate_up(self, x: Tensor) -> Tensor:
+        self._show(x, *self._gates)
+        return self._product(x, self.gate_up, self.gate_up_bias)
+
+    def _of(self, x: Tensor, part: Any) -> Tensor:
+        """The product of a part that stands alone."""
+        self._show(x, part)
+        return self._product(x, part.weight, part.bias)
 
     def _normalize(self, x: Tensor, norm: Any) -> Tensor:
         with _label("llm::norm"):

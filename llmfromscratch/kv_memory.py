@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from llmfromscratch import kv_cache, sparse_cache
+from llmfromscratch import kv_cache, quantized_cache, sparse_cache
 from llmfromscratch.config import ModelConfig
 from llmfromscratch.devices import available_memory
 from llmfromscratch.errors import OutOfMemory, RequestError
@@ -19,8 +19,9 @@ MAX_REQUESTS = 32
 _DEFAULT_SHARE = 0.25  # of what is free once the weights are there
 
 
-def check(kind: str, block_size: Any, memory: Any, window: Any, prefix_sharing: Any) -> None:
-    """Raises RequestError for arguments of `open_cache` that cannot be meant, before anything is loaded."""
+def check(kind: str, block_size: Any, memory: Any, window: Any, prefix_sharing: Any, bits: Any = None) -> None:
+    """Raises RequestError for arguments of `open_cache` that cannot be meant, before anything is loaded. bits: what
+    LLM calls kv_cache_dtype."""
     if kind not in KINDS:
         raise RequestError(f"kv_cache is {kind!r}; expected one of {', '.join(KINDS)}.")
     for name, value in (("block_size", block_size), ("window", window)):
@@ -31,6 +32,7 @@ def check(kind: str, block_size: Any, memory: Any, window: Any, prefix_sharing: 
     if not isinstance(prefix_sharing, bool):
         raise RequestError(f"prefix_sharing is {prefix_sharing!r}; it must be True or False.")
     _check_memory(memory)
+    quantized_cache.check(bits, kind, window)
     if window is not None and kind != "paged":
         raise RequestError(f"window={window} forgets tokens and kv_cache={kind!r} keeps all; leave one of them out.")
     if memory is not None and (window is not None or kind in ("none", "concat")):
@@ -51,22 +53,39 @@ def open_cache(
     window: int | None = None,
     prefix_sharing: bool = True,
     max_requests: int = MAX_REQUESTS,
+    codec: quantized_cache.Codec | None = None,
 ) -> kv_cache.KVCache:
     """The cache for a model whose layers lie on `devices` (one for all, or one each).
 
     kind: "paged", "static", "concat" (grows with each request), "none" (computes everything again).
     memory: as in `blocks_for`; for the static cache it becomes rows of a whole context each.
     window: keep only so many newest tokens of a request, and the first four (`sparse_cache.SlidingWindow`).
+    codec: makes bytes of keys and values, so that the same memory holds more tokens. None: they are kept in `dtype`.
     Raises RequestError for unknown or contradicting arguments, OutOfMemory where the memory is too small for one.
     """
     check(kind, block_size, memory, window, prefix_sharing)
     if window is not None:
         return sparse_cache.SlidingWindow(config.num_layers, window)
-    if kind == "none":
-        return kv_cache.NoKVCache(config.num_layers)
-    if kind == "concat":
-        return kv_cache.ConcatKVCache(config.num_layers)
     layout = kv_cache.CacheLayout.of(config, dtype, devices)
+    if codec is not None:
+        rows = _open(kind, codec.layout(layout), config, block_size, memory, prefix_sharing, max_requests)
+        return quantized_cache.QuantizedKVCache(rows, codec)
+    return _open(kind, layout, config, block_size, memory, prefix_sharing, max_requests)
+
+
+def _open(
+    kind: str,
+    layout: kv_cache.CacheLayout,
+    config: ModelConfig,
+    block_size: int,
+    memory: int | float | None,
+    prefix_sharing: bool,
+    max_requests: int,
+) -> kv_cache.KVCache:
+    if kind == "none":
+        return kv_cache.NoKVCache(layout.num_layers)
+    if kind == "concat":
+        return kv_cache.ConcatKVCache(layout.num_layers)
     context = config.context_length
     if kind == "static":
         rows = blocks_for(memory, layout, context, context, max_requests)

@@ -24,7 +24,7 @@ PACKAGE = "llmfromscratch"
 VARIABLE = "LLMFROMSCRATCH_ENGINE"
 # in the order of their floors: a module imports only what stands before it
 REPLACEABLE = (
-    "loading", "tokenizer", "kv_cache", "sampling", "optimization", "attention", "model", "quantization", "scheduler",
+    "loading", "tokenizer", "kv_cache", "sampling", "optimization", "quantization", "attention", "model", "scheduler",
 )  # fmt: skip
 _KEPT_BY_RELOAD = ("__name__", "__spec__", "__loader__", "__package__", "__builtins__")
 

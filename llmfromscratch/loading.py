@@ -377,9 +377,13 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     shards and an index, or with Meta's params.json and consolidated.NN.pth.
     Raises CheckpointError where nothing is found, something is damaged or not supported, or the model has holes.
     """
-    raw = checkpoint_files.read_checkpoint(path)
+    return assemble(checkpoint_files.read_checkpoint(path), Path(path))
+
+
+def assemble(raw: checkpoint_files.RawCheckpoint, path: Path, config: ModelConfig | None = None) -> Checkpoint:
+    """The same for files that were read already; config: None reads it out of raw's metadata."""
     tensors = _renamed(raw.tensors)
-    config, notes = _settle_head(_read_config(raw, tensors), tensors)
+    config, notes = _settle_head(config or _read_config(raw, tensors), tensors)
     if config.num_layers > len(tensors):
         raise CheckpointError(f"The config has {config.num_layers} layers, but there are {len(tensors)} tensors.", path)
     report = check_keys({name: stored.shape for name, stored in tensors.items()}, config)
@@ -390,7 +394,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     for name in wanted:
         if tensors[name].dtype not in _FLOATS:
             _decoder(tensors[name])
-    return Checkpoint(config, {name: tensors[name] for name in wanted}, report, raw.dialect, raw.metadata, Path(path))
+    return Checkpoint(config, {name: tensors[name] for name in wanted}, report, raw.dialect, raw.metadata, path)
 
 
 def _renamed(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from llmfromscratch import kv_cache, sampling, scheduler
+from llmfromscratch import kv_cache, loading, sampling, scheduler
 from llmfromscratch.batch import Batch
 from llmfromscratch.drafters import Draft
 from llmfromscratch.errors import CheckpointError, RequestError
@@ -114,7 +114,8 @@ class Medusa:
         self.heads = self.heads.to(head.device)
         self._rows = head.detach()[self.heads.vocabulary].float()
         read = self.heads.weight.numel() + self._rows.numel()
-        self.cost = read / sum(weight.numel() for weight in llm.model.parameters()) / self.heads.count
+        numbers = sum(loading.module_sizes(llm.config, "int8").values())  # as many as there would be bytes
+        self.cost = read / numbers / self.heads.count
         self._hidden.clear()
 
     def observe(self, request_ids: Sequence[int], hidden: Tensor) -> None:

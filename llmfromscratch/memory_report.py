@@ -22,7 +22,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from llmfromscratch import kv_cache
+from llmfromscratch import kv_cache, quantized_cache
 from llmfromscratch.batch import Batch
 from llmfromscratch.engine import LLM
 from llmfromscratch.errors import RequestError
@@ -160,7 +160,7 @@ def _cache(cache: Any, device: torch.device) -> Iterator[Owner]:
 
 def _shares(cache: Any) -> tuple[float, float]:
     """What share of a cache's storage requests hold, and what share is kept for prefixes that may come again."""
-    if isinstance(cache, kv_cache.PagedKVCache):
+    if isinstance(quantized_cache.below(cache), kv_cache.PagedKVCache):
         blocks = len(cache.allocator.ref_counts)
         held = sum(count > 0 for count in cache.allocator.ref_counts)
         return held / blocks, len(cache.allocator.kept) / blocks

@@ -156,9 +156,13 @@ def _labelled(core: EngineCore) -> Iterator[_Labels]:
     with ExitStack() as stack:
         stack.callback(labels.close)
         stack.enter_context(_exchanged(core, "model", _Passes(network, labels)))
-        for name, module in getattr(network, "network", network).named_modules():
+        own = getattr(network, "network", network)
+        labelling = {
+            part for layer in own.layers if isinstance(layer, fused_layers.FusedLayer) for part in layer.modules()
+        }
+        for name, module in own.named_modules():
             kind = kind_of_module(name)
-            if kind is not None:
+            if kind is not None and module not in labelling:
                 before = module.register_forward_pre_hook(_entering(labels, kind))
                 behind = module.register_forward_hook(lambda *_: labels.leave(), always_call=True)
                 stack.callback(before.remove)

@@ -338,7 +338,8 @@ def _least_work(llm: LLM, batches: Sequence[Batch]) -> dict[str, tuple[float, fl
     products = [module for name, module in network.layers.named_modules() if name.endswith("_proj")]
     stored = getattr(llm.core.cache, "storage", None)
     width = network.embed_tokens.weight.element_size()
-    pair = 2 * config.num_kv_heads * config.head_dim * (stored[0].element_size() if stored else width)
+    row = stored[0].shape[-1] * stored[0].element_size() if stored else config.head_dim * width
+    pair = 2 * config.num_kv_heads * row
     heads = config.num_heads * config.head_dim
     spans = [span for batch in batches for span in batch.spans]
     read = sum(span.start + span.length for span in spans)

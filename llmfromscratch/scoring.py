@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from llmfromscratch import kv_cache, model, sampling
+from llmfromscratch import kv_cache, model, quantized_cache, sampling
 from llmfromscratch.batch import Batch
 
 CHUNK = 128  # tokens a pass: the logits of as many rows over the whole vocabulary are in memory at once
@@ -21,14 +21,19 @@ _REQUEST = 0  # the cache is private, so any number will do
 
 
 def prompt_logprobs(
-    network: model.Model, ids: Sequence[int], top: int = 0, chunk: int = CHUNK
+    network: model.Model,
+    ids: Sequence[int],
+    top: int = 0,
+    chunk: int = CHUNK,
+    like: kv_cache.KVCache | None = None,
 ) -> list[sampling.TokenLogprobs | None]:
     """One entry a token; None for the first, which nothing predicts.
 
     top: how many of the most probable tokens are listed with each, ties by id. Nothing is drawn here, so `processed` is
-    `raw`. Raises ValueError where the logits are NaN or infinite.
+    `raw`. like: an engine's cache; keys and values are rounded as they are there. Raises ValueError where the logits
+    are NaN or infinite.
     """
-    cache = kv_cache.ConcatKVCache(network.config.num_layers)
+    cache = quantized_cache.growing(like, network.config.num_layers)
     entries: list[sampling.TokenLogprobs | None] = [None]
     for start in range(0, len(ids) - 1, chunk):
         part, following = ids[start : start + chunk], ids[start + 1 : start + chunk + 1]

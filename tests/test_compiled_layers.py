@@ -339,15 +339,15 @@ def test_a_learners_product_that_numba_cannot_compile_is_named_and_pytorch_compu
 def test_code_on_disk_is_known_by_the_sources_that_are_in_it(tmp_path):
     from llmfromscratch.kernels import product
 
-    before, own = product.edition(), (product.rows, product.keep)
+    before, own = product.edition(), (product.rows, product.int8_rows)
     space: dict = {}
     file = tmp_path / "other.py"
     for text in ("def rows():\n    return 1\n", "def rows():\n    return 2\n"):
         file.write_text(text, encoding="utf-8")
         exec(compile(text, str(file), "exec"), space)
         try:
-            product.choose(space["rows"], False)
-            assert product.edition() != before
+            product.choose(space["rows"], own[1])
+            assert product.edition() != before and not product.keep
             before = product.edition()
         finally:
             product.choose(*own)

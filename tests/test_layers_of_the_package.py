@@ -26,15 +26,19 @@ FLOORS = [
     {"cache_parts", "checkpoint_files", "key_report", "placement", "rope", "text"}
     | {"constraint_words", "constraint_expressions", "constraint_schemas", "constraint_endings"},
     {"loading", "tokenizer", "kv_cache", "sampling", "masks"},
-    {"optimization"},
+    {"optimization", "quantization"},
     {"kv_memory", "attention", "decode_attention", "compiled_decode", "attention_backends", "sparse_cache"}
-    | {"attention_sdpa", "attention_flash", "attention_triton"},
-    {"model"},
-    {"constraints", "request", "quantization", "scheduler", "divergence"}
-    | {"fused_layers", "compiled_layers", "triton_layers", "compiled_graph"},
+    | {"attention_sdpa", "attention_flash", "attention_triton"}
+    | {"packed_weight", "quantized_layouts", "quantized_parts", "quantized_cache"},
+    {"packed_products"},
+    {"model", "quantized_linear"},
+    {"cache_frames", "calibration", "calibrated", "rotation", "quantized_model", "native_weights", "quantized_files"},
+    {"constraints", "request", "scheduler", "divergence"}
+    | {"fused_layers", "compiled_layers", "quantized_layers", "triton_layers", "compiled_graph"},
     {"steps", "simulation", "stopping", "scoring", "layer_skipping", "drafters", "speculation"},
     {"engine", "engine_core", "metrics", "answers", "intake", "async_engine", "branches", "beam_search", "contrastive"}
-    | {"profile_events", "profiling", "machine_limits", "memory_report", "medusa"},
+    | {"profile_events", "profiling", "machine_limits", "memory_report", "medusa"}
+    | {"reading", "evaluation", "quiz", "sensitivity"},
     {"doctor", "server"},
     {"cli", "__init__", "__main__"},
     {"widgets", "course"},

@@ -129,7 +129,9 @@ def test_they_are_the_same_with_any_scheduler_and_any_budget(llm, changes):
 def test_several_choices_are_scored_once_and_others_are_not_scored(llm, monkeypatch):
     calls = []
     original = scoring.prompt_logprobs
-    monkeypatch.setattr(scoring, "prompt_logprobs", lambda *given: calls.append(given) or original(*given))
+    monkeypatch.setattr(
+        scoring, "prompt_logprobs", lambda *given, **named: calls.append(given) or original(*given, **named)
+    )
     asked = SamplingParams(max_tokens=2, prompt_logprobs=0, n=3, temperature=1.0)
     several, plain = llm.generate(["abcdef", "xyz"], [asked, SamplingParams(max_tokens=2)])
     assert len(calls) == 1
@@ -139,7 +141,7 @@ def test_several_choices_are_scored_once_and_others_are_not_scored(llm, monkeypa
 
 
 def test_a_prompt_that_cannot_be_scored_ends_its_own_request(llm, monkeypatch, caplog):
-    def broken(network, ids, top):
+    def broken(network, ids, top, like):
         raise ValueError("a weight fell off")
 
     monkeypatch.setattr(scoring, "prompt_logprobs", broken)

@@ -13,7 +13,8 @@ size as there are threads. Where a cut falls into a request, its parts are merge
     └──────────── piece 0 ───────────┴─────────── piece 1 ──────────┘
 
 How a cache lies in memory is said by numbers of rows: `rows` is the whole of it as [rows, head_dim]; token t of a
-request, head h, has its key in row `slots[t] + h * head_stride` and its value `value_start` rows behind.
+request, head h, has its key in row `slots[t] + h * head_stride` and its value `value_start` rows behind. Rows may also
+be bytes, codes of a few bits: then a tile of them is made into numbers first (`byte_rows`).
 
 What makes it fast: the queries that share a key/value head are computed together; four tokens at a time, so that a
 number that is loaded serves four times; and the rows that come next are prefetched, because a processor cannot guess
@@ -27,10 +28,10 @@ import math
 import numpy as np
 from numba import njit, prange
 
+from llmfromscratch.kernels.byte_rows import TILE, as_numbers, room_for
 from llmfromscratch.kernels.numba_words import LINE, MATH, compiled
 from llmfromscratch.kernels.words import prefetch, widen
 
-TILE = 64  # tokens: the keys and values of a tile stay in the innermost cache
 LOG2_E = math.log2(math.e)
 
 # ---- powers ----------------------------------------------------------------------------------------------------------
@@ -119,12 +120,12 @@ def _mix(weights, rows, slots, first, count, key, value, mixed):
 
 
 @njit(fastmath=MATH)
-def _stretch(queries, rows, slots, first, end, key, value, state, scores):
+def _stretch(queries, rows, frames, head, slots, first, end, key, value, state, scores, room):
     """Attention of one request's query heads over some of its tokens, for one key/value head.
 
     queries: [group, head_dim], made ready by `attend_piece`. state: (mixed [group, head_dim], tops, sums, new tops), to
     be written, of each query g: tops[g], the largest score; sums[g], the sum of 2**(score - top); mixed[g], the values
-    mixed with these powers. scores: [group, TILE], to work in.
+    mixed with these powers. scores: [group, TILE], to work in; room: see `byte_rows.room_for`.
     """
     mixed, tops, sums, new_tops = state
     group, head_dim = mixed.shape
@@ -134,7 +135,8 @@ def _stretch(queries, rows, slots, first, end, key, value, state, scores):
             mixed[g, d] = 0
     for start in range(first, end, TILE):
         count = min(TILE, end - start)
-        _score(queries, rows, slots, start, count, key, value, scores, new_tops)
+        numbers, places, at, own, other = as_numbers(rows, frames, head, slots, start, count, key, value, room)
+        _score(queries, numbers, places, at, count, own, other, scores, new_tops)
         for g in range(group):
             top, total = new_tops[g], np.float32(0)
             rescale = power_of_two(tops[g] - top)
@@ -145,11 +147,12 @@ def _stretch(queries, rows, slots, first, end, key, value, state, scores):
             tops[g], sums[g] = top, sums[g] * rescale + total
             for d in range(head_dim):
                 mixed[g, d] *= rescale
-        _mix(scores, rows, slots, start, count, key, value, mixed)
+        numbers, places, at, own, other = as_numbers(rows, frames, -1, slots, start, count, value, key, room)
+        _mix(scores, numbers, places, at, count, other, own, mixed)
 
 
 @njit(fastmath=MATH)
-def attend_piece(number, pieces, queries, rows, slots, ends, head_stride, value_start, output, owners, parts):
+def attend_piece(number, pieces, queries, rows, frames, slots, ends, head_stride, value_start, output, owners, parts):
     """The piece `number` of all the work. Whole requests go to the output, the cut ones at its two ends to the parts.
 
     owners: int64 [2 * pieces], request * kv_heads + head that a part belongs to, -1 where there is none.
@@ -158,7 +161,7 @@ def attend_piece(number, pieces, queries, rows, slots, ends, head_stride, value_
     kv_heads, group, head_dim = queries.shape[1:]
     scaled, mixed = np.empty((group, head_dim), np.float32), np.empty((group, head_dim), np.float32)
     tops, sums, scores = np.empty(group, np.float32), np.empty(group, np.float32), np.empty((group, TILE), np.float32)
-    state = (mixed, tops, sums, np.empty(group, np.float32))
+    state, room = (mixed, tops, sums, np.empty(group, np.float32)), room_for(rows, head_dim)
     scale = np.float32(LOG2_E / math.sqrt(head_dim))  # powers of two are cheaper than powers of e
     total, part = ends[-1], 2 * number
     place, end = kv_heads * total * number // pieces, kv_heads * total * (number + 1) // pieces
@@ -172,7 +175,7 @@ def attend_piece(number, pieces, queries, rows, slots, ends, head_stride, value_
             for d in range(head_dim):
                 scaled[g, d] = queries[request, head, g, d] * scale
         key = head * head_stride
-        _stretch(scaled, rows, slots, start, stop, key, key + value_start, state, scores)
+        _stretch(scaled, rows, frames, head, slots, start, stop, key, key + value_start, state, scores, room)
         whole = start == first and stop == ends[request]
         if not whole:
             owners[part] = request * kv_heads + head
@@ -226,23 +229,25 @@ def _merge_one(output, owners, parts):
 
 
 @compiled(parallel=True)
-def attend_on_threads(queries, rows, slots, ends, head_stride, value_start, output, pieces):
+def attend_on_threads(queries, rows, frames, slots, ends, head_stride, value_start, output, pieces):
     """Attention of one new token each for some requests, over all tokens that they have in one layer of a cache.
 
     queries: float32 [requests, kv_heads, group, head_dim]; output: the same, to be written.
-    rows: float32 or uint16 (bfloat16) [rows, head_dim], the layer's keys and values; slots: int64 [tokens], of all
+    rows: float32 or uint16 (bfloat16) [rows, head_dim], the layer's keys and values, or int8 or uint8 (`byte_rows`),
+    for which frames, float32 [frames, 2, kv_heads, head_dim], are those of the keys; slots: int64 [tokens], of all
     requests behind each other; ends: int64 [requests], where each one's end; none is empty. head_stride, value_start:
     see the module. pieces: into how many the work is cut.
     """
     owners = np.empty(2 * pieces, np.int64)
     parts = np.empty((2 * pieces, queries.shape[2], queries.shape[3] + 2), np.float32)
+    where = (rows, frames, slots, ends, head_stride, value_start)
     for number in prange(pieces):
-        attend_piece(number, pieces, queries, rows, slots, ends, head_stride, value_start, output, owners, parts)
+        attend_piece(number, pieces, queries, *where, output, owners, parts)
     merge_parts(output, owners, parts)
 
 
 @compiled()
-def attend_on_one_thread(queries, rows, slots, ends, head_stride, value_start, output):
+def attend_on_one_thread(queries, rows, frames, slots, ends, head_stride, value_start, output):
     """As `attend_on_threads`, by the calling thread alone: nothing is launched."""
     owners, parts = np.empty(2, np.int64), np.empty((2, 0, 0), np.float32)  # nothing is cut
-    attend_piece(0, 1, queries, rows, slots, ends, head_stride, value_start, output, owners, parts)
+    attend_piece(0, 1, queries, rows, frames, slots, ends, head_stride, value_start, output, owners, parts)

@@ -25,6 +25,7 @@ def serve(options: argparse.Namespace) -> bool:
     own = settings(options)
     taken = running.bind(options.host, options.port)
     engine: dict[str, Any] = {} if options.max_requests is None else {"max_requests": options.max_requests}
+    engine |= {"quantization": options.quantization, "kv_cache_dtype": options.kv_cache_dtype}
     llm = LLM(options.model, dtype=options.dtype, device=options.device, **engine)
     server = running.Server(create_app(llm, own))
     print(f"Serving {own.model_name} at {running.address(taken)} (Ctrl-C stops)", flush=True)

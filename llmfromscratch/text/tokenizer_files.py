@@ -18,18 +18,19 @@ from llmfromscratch.formats.sentencepiece import (
     read_sentencepiece,
 )
 from llmfromscratch.text import splitting
-from llmfromscratch.text.config_files import ConfigFiles, read_config_files
+from llmfromscratch.text.config_files import ConfigFiles, read_config_files, read_json
 from llmfromscratch.text.tokenizer_data import AddedToken, TokenizerData
 from llmfromscratch.text.tokenizer_json import DAMAGED, read_json_tokenizer
 from llmfromscratch.text.tokenizer_ranks import is_list_of_ranks, read_ranks
 
 __all__ = ["TokenizerData", "read_gguf_tokenizer", "read_json_tokenizer", "read_model_tokenizer", "read_tokenizer"]
 
+GGUF_COPY = "tokenizer_gguf.json"  # what a GGUF file says of its tokenizer, beside weights that came out of one
 _ADDED_TYPES = {CONTROL: True, UNKNOWN: True, USER_DEFINED: False}  # GGUF has SentencePiece's types; is it special?
 
 
 def read_tokenizer(folder: Path) -> TokenizerData | None:
-    """From tokenizer.json in a folder, else from tokenizer.model; None where neither is there.
+    """From tokenizer.json in a folder, else from tokenizer.model, else from GGUF_COPY; None where none is there.
 
     Raises TokenizerError for a damaged one, and for a rule that is not known here, by name.
     """
@@ -38,7 +39,15 @@ def read_tokenizer(folder: Path) -> TokenizerData | None:
     model = folder / "tokenizer.model"
     if model.is_file():
         return read_model_tokenizer(model)
-    return None
+    copy = folder / GGUF_COPY
+    return read_gguf_tokenizer(_read_copy(copy), copy) if copy.is_file() else None
+
+
+def _read_copy(file: Path) -> dict[str, Any]:
+    try:
+        return read_json(file)
+    except DAMAGED as error:
+        raise TokenizerError(f"{file}: the tokenizer is damaged or incomplete ({error!r}).") from error
 
 
 def read_gguf_tokenizer(metadata: Mapping[str, Any], file: Path) -> TokenizerData:

@@ -8,6 +8,7 @@ engines that later ones are compared with, and stay as they are:
 chapter 5     plain PyTorch layers and attention, nothing fused, nothing compiled: what a learner has after chapter 5
 fused         fused layers in PyTorch, decode attention compiled
 now           `LLM` as it comes
+int8, int4    the same with weights rounded to so many bits; "native": with those of the file as they lie
 transformers  its `generate`, with --transformers; it reads the same file, which takes half a minute
 
 The entries take turns, and the best of the runs counts. Quote ratios within one run: absolute figures differ from
@@ -28,6 +29,9 @@ ENTRIES: dict[str, dict[str, Any]] = {
     "chapter 5": {"attention": "plain", "layers": "plain"},
     "fused": {"layers": "fused"},
     "now": {},
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
+    "native": {"quantization": "native"},
 }
 Generate = Callable[[int], Any]  # how many tokens are to be generated
 
