@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from llmfromscratch import calibration, model, quantization
-from llmfromscratch.errors import CheckpointError, RequestError
+from llmfromscratch.errors import RequestError
 from llmfromscratch.packed_weight import PackedWeight
 from llmfromscratch.progress import progress_bar
 from llmfromscratch.quantized_linear import QuantizedLinear
+from llmfromscratch.quantized_model import finite, place
 
 METHODS = ("gptq", "awq", "awq+gptq")
 TENSOR = "tensor"  # in the place of a group: one grid for a whole matrix
@@ -79,7 +80,7 @@ def round_off(network: model.Model, bits: int, group: int | str | None, symmetri
     _check(network)
     for layer in progress_bar(network.layers, "Rounding", delay=1.0, leave=False, unit="layer"):
         tensors = _read(layer)
-        for name in (f"{product}.weight" for product in _products()):
+        for name in (f"{product}.weight" for product in calibration.PRODUCTS):
             weight = tensors[name]
             if group == TENSOR:
                 rounded = quantization.quantize(weight.view(1, -1), bits, None, symmetric)
@@ -152,26 +153,17 @@ def _round(
 # ---- in and out of a layer ---------------------------------------------------------------------------------------
 
 
-def _products() -> list[str]:
-    return [name for names in calibration.INPUTS for name in names]
-
-
 def _check(network: model.Model) -> None:
     """Before anything is changed: whether every layer can be quantized. Raises RequestError, CheckpointError."""
     for index, layer in enumerate(network.layers):
         _check_layer(layer, index)
         for name, value in layer.named_parameters():
-            if not value.isfinite().all():
-                raise CheckpointError(
-                    "it holds NaN or infinity, which no grid can hold; fetch the file again, or load it without "
-                    "quantization.",
-                    tensor=f"layers.{index}.{name}",
-                )
+            finite(value, f"layers.{index}.{name}")
 
 
 def _check_layer(layer: Any, index: int) -> None:
     fused = hasattr(layer, "fuse")
-    if fused or any(not isinstance(layer.get_submodule(name), nn.Linear) for name in _products()):
+    if fused or any(not isinstance(layer.get_submodule(name), nn.Linear) for name in calibration.PRODUCTS):
         found = "fused" if fused else "quantized already"
         raise RequestError(f'layer {index} is {found}; give a network as LLM(..., layers="plain") has it, in float.')
 
@@ -207,5 +199,4 @@ def _like(layer: Any, name: str, value: Tensor) -> nn.Parameter:
 
 def _put(layer: Any, parts: dict[str, Any]) -> None:
     for name, part in parts.items():
-        owner, _, own = name.rpartition(".")
-        setattr(layer.get_submodule(owner), own, part)
+        place(layer, name, part)

@@ -35,6 +35,7 @@ INPUTS: tuple[tuple[str, ...], ...] = (
     ("mlp.gate_proj", "mlp.up_proj"),
     ("mlp.down_proj",),
 )
+PRODUCTS = tuple(name for names in INPUTS for name in names)  # in the order of the stream
 
 
 # ---- texts -------------------------------------------------------------------------------------------------------

@@ -15,16 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmfromscratch import compiled_layers, fused_layers, model
+from llmfromscratch import compiled_layers, fused_layers, model, quantized_linear
+from llmfromscratch.calibration import PRODUCTS
 from llmfromscratch.kernels import block_kinds
-from llmfromscratch.quantized_linear import QuantizedLinear, W8A8Linear
+from llmfromscratch.quantized_linear import QuantizedLinear
 
 _OWN_WAY = ("torch", "plain")  # kernels of a part that stand for another way to compute
 
 
 def is_quantized(network: Any) -> bool:
     """Whether a part of one of its layers is packed."""
-    return any(isinstance(part, QuantizedLinear | W8A8Linear) for part in network.layers.modules())
+    return any(map(quantized_linear.is_packed, network.layers.modules()))
 
 
 def lacking(kind: str, network: Any) -> str | None:
@@ -71,9 +72,7 @@ def is_packed(layer: Any) -> bool:
 
 def parts_of(layer: Any) -> tuple[Any, ...]:
     """The seven products of a layer, in the order of the stream."""
-    attention, mlp = layer.self_attn, layer.mlp
-    projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
-    return (*projections, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    return tuple(layer.get_submodule(name) for name in PRODUCTS)
 
 
 class QuantizedLayer(fused_layers.FusedLayer):

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from llmfromscratch import loading, model, quantization, quantized_files
+from llmfromscratch.calibration import PRODUCTS
 from llmfromscratch.errors import CheckpointError, RequestError
 from llmfromscratch.packed_weight import BLOCKS, PackedWeight
 from llmfromscratch.placement import format_bytes
@@ -29,10 +30,6 @@ from llmfromscratch.quantized_linear import KERNELS, QuantizedEmbedding, Quantiz
 METHODS = ("round", "gptq", "awq", "awq+gptq")
 KINDS = ("native", "int8", "int4", "nf4", "w8a8", *METHODS[1:])
 PART_KINDS = ("keep", "int8", "int4", "int3", "nf4", "w8a8")  # of a part; "keep": as it is, in float
-PRODUCTS = (
-    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-    "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
-)  # fmt: skip
 GROUPS = (32, 64, 128)
 _BITS = {3: "int3", 4: "int4", 8: "int8", 16: "keep"}
 _AT_ONCE = 2**21  # numbers that are rounded at a time
@@ -226,7 +223,7 @@ def exchange(owner: nn.Module, name: str, kind: str, group: int, called: str) ->
         place(owner, name, _linear(kind, _pack(linear.weight, kind, group, called), linear))
 
 
-def place(owner: nn.Module, name: str, part: nn.Module) -> None:
+def place(owner: nn.Module, name: str, part: nn.Module | nn.Parameter) -> None:
     """Puts a part in the place of the one of that dotted name."""
     above, _, own = name.rpartition(".")
     setattr(owner.get_submodule(above), own, part)
@@ -263,16 +260,19 @@ def _pack(weight: Tensor, kind: str, group: int, name: str) -> PackedWeight:
     step = max(1, _AT_ONCE // weight.shape[1])
     round_ = _ROUNDED[kind]
     try:
-        return PackedWeight.cat([round_(_finite(rows.detach(), name).float(), group) for rows in weight.split(step)])
+        return PackedWeight.cat(
+            [round_(finite(rows.detach(), f"{name}.weight").float(), group) for rows in weight.split(step)]
+        )
     except RequestError as error:
         raise RequestError(f"{name} cannot be {kind}: {error} Name another kind for it in a Plan's parts.") from error
 
 
-def _finite(weight: Tensor, name: str) -> Tensor:
+def finite(weight: Tensor, name: str) -> Tensor:
+    """The weight itself. Raises CheckpointError where some of it is NaN or infinite; name: of the tensor."""
     if not weight.isfinite().all():
         raise CheckpointError(
             "it holds NaN or infinity, which no grid can hold; fetch the file again, or load it without quantization.",
-            tensor=f"{name}.weight",
+            tensor=name,
         )
     return weight
 

@@ -19,14 +19,11 @@ from torch import Tensor, nn
 
 from llmfromscratch import kv_cache, model, quantization
 from llmfromscratch.batch import Batch
+from llmfromscratch.calibration import PRODUCTS
 from llmfromscratch.errors import RequestError
 from llmfromscratch.progress import progress_bar
 from llmfromscratch.reading import Window, windows_of
 
-PRODUCTS = (
-    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-    "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
-)  # fmt: skip
 OUTSIDE = ("embed_tokens", "lm_head")  # a tied head is rounded with the embedding, and goes by its name
 GROUP = 32  # columns that share a grid below 8 bits
 _UNROUNDED = 16  # bits of a weight that stays as it is
