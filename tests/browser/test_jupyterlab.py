@@ -21,6 +21,7 @@ FIGURES = {  # chapter: (the label of a figure's cell, how many controls it has)
     "04_scheduler": (("gantt", 3), ("latencies", 2), ("what-if", 5)),
     "05_sampling": (("distribution", 6), ("beam-tree", 4), ("repetition", 4)),
     "06_optimization": (("waterfall", 5), ("tiles", 5), ("drafts-and-masks", 7)),
+    "07_quantization": (("histogram", 5), ("damage-figures", 8)),
 }
 BROKEN = "Error displaying widget"
 MENUS = ["File", "Edit", "View", "Run", "Kernel", "Tabs", "Settings", "Help"]

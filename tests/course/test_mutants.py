@@ -15,6 +15,8 @@ import test_mutants_ch05
 import test_mutants_ch05_choosing
 import test_mutants_ch06
 import test_mutants_ch06_drafts
+import test_mutants_ch07
+import test_mutants_ch07_calibration
 
 from llmfromscratch.course import exercises
 
@@ -27,6 +29,8 @@ MUTANTS: mutants.Mutants = {
     **test_mutants_ch05_choosing.MUTANTS,
     **test_mutants_ch06.MUTANTS,
     **test_mutants_ch06_drafts.MUTANTS,
+    **test_mutants_ch07.MUTANTS,
+    **test_mutants_ch07_calibration.MUTANTS,
 }
 # of a class, the methods that the chapter leaves blank; those not named are given
 BLANKS = {
