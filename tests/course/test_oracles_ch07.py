@@ -122,10 +122,10 @@ def test_int8_products_row_by_row_are_the_engines(seed, inputs, rows, width, dat
 
 
 @pytest.mark.parametrize("case", packed_product_checks.prefetch_cases(), ids=lambda case: case.text)
-def test_the_engines_int8_product_asks_four_rows_ahead_and_not_five(case):
+def test_the_engines_int8_product_asks_so_many_rows_ahead_and_no_others(case):
     notes, unscaled = packed_product_checks.noted(ENGINE.multiply_int8_rows, case)
-    assert product_checks.complaint(notes, unscaled, 4) is None
-    assert product_checks.complaint(notes, unscaled, 6) is not None
+    assert product_checks.complaint(notes, unscaled, ENGINE.AHEAD) is None
+    assert product_checks.complaint(notes, unscaled, ENGINE.AHEAD + 2) is not None
 
 
 @pytest.mark.parametrize("case", rounding_checks.vectors_cases(), ids=lambda case: case.text)

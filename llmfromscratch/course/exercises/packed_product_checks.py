@@ -246,7 +246,7 @@ def _check_scales(multiply: Product) -> None:
 def prefetch_cases() -> list[Case]:
     """On what prefetches are looked at: rows that end within a line."""
     return [
-        _random(1, 12, 64, 0, 12, seed=21), _random(2, 13, 200, 2, 9, seed=23), _random(3, 21, 150, 3, 21, seed=25),
+        _random(1, 12, 64, 0, 12, seed=21), _random(2, 26, 200, 2, 20, seed=23), _random(3, 21, 150, 3, 21, seed=25),
     ]  # fmt: skip
 
 
