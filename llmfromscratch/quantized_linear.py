@@ -13,6 +13,7 @@ that of `x`. In float64 everything is plain.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from llmfromscratch.packed_weight import PackedWeight
 KERNELS = ("auto", "compiled", "torch", "plain")
 MAX_ROWS = 12  # with more, a weight that was widened once for all of them is faster
 _TILE = 2**20  # numbers of a weight that are widened at a time
+_EXACT = 1024  # columns: so many products of -128 * -128 are 2**24, and up to there float32 has every whole number
 _scratch = threading.local()  # one tile for all layers of a thread
 
 
@@ -213,17 +215,29 @@ def is_packed(part: Any) -> bool:
 def integer_product(codes: Tensor, weights: Tensor) -> Tensor:
     """codes int8 [tokens, width] times weights int8 [rows, width]: int32 [tokens, rows], exact.
 
-    On a GPU torch multiplies int8 for more than 16 rows and for shapes that 8 divides: rows of zeros are added, and
-    other shapes computed in float64, which holds every such sum.
+    torch's own product of int8 is taken where it is exact and knows the shape: on processors that add four products of
+    int8 in one step (VNNI and its like), and on a GPU for widths and rows that 8 divides and more than 16 tokens, to
+    which rows of zeros are added. Else pieces of columns in float32, which counts without a gap as far as a piece gets.
     """
-    if codes.device.type == "cpu":
+    if codes.device.type == "cpu" and _adds_exactly():
         return torch._int_mm(codes, weights.T)
     tokens, width = codes.shape
-    if codes.device.type != "cuda" or width % 8 or len(weights) % 8:
-        wide = torch.float64 if codes.device.type == "cuda" else torch.float32
-        return (codes.to(wide) @ weights.to(wide).T).to(torch.int32)
-    padded = F.pad(codes, (0, 0, 0, max(0, 32 - tokens)))
-    return torch._int_mm(padded, weights.T)[:tokens]
+    if codes.device.type == "cuda" and width % 8 == 0 and len(weights) % 8 == 0:
+        padded = F.pad(codes, (0, 0, 0, max(0, 32 - tokens)))
+        return torch._int_mm(padded, weights.T)[:tokens]
+    pairs = zip(codes.split(_EXACT, dim=1), weights.split(_EXACT, dim=1), strict=True)
+    products = [(some.float() @ others.float().T).to(torch.int32) for some, others in pairs]
+    return torch.stack(products).sum(dim=0, dtype=torch.int32)
+
+
+@functools.cache
+def _adds_exactly() -> bool:
+    """Whether torch's products of int8 are exact on this processor: older ones stop pairs of them at int16's ends."""
+    for tokens in (1, 64):  # few and many tokens may be computed in different ways
+        codes = torch.full((tokens, 64), 127, dtype=torch.int8)
+        if not (torch._int_mm(codes, codes[:1].expand(64, -1).T) == 64 * 127 * 127).all():
+            return False
+    return True
 
 
 # ---- products ----------------------------------------------------------------------------------------------------

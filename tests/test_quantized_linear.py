@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -188,6 +191,22 @@ def test_sums_of_integer_products_are_exact_where_int8_and_int16_would_wrap():
 def test_integer_products_take_any_shape(tokens, rows, width):
     codes, weights = (torch.randint(-127, 128, (n, width)).to(torch.int8) for n in (tokens, rows))
     assert torch.equal(integer_product(codes, weights).long(), codes.long() @ weights.long().T)
+
+
+@pytest.mark.parametrize("instructions", ["AVX2", "AVX512_CORE", "DEFAULT"])
+def test_integer_products_are_exact_on_processors_without_vnni_too(instructions):
+    # without it oneDNN adds pairs of products in int16, which stops at 32,767
+    script = (
+        "import torch\n"
+        "from llmfromscratch.quantized_linear import integer_product\n"
+        "for tokens, width in ((1, 64), (1, 3000), (40, 576), (40, 3000)):\n"
+        "    for code, weight in ((127, 127), (127, -127), (-128, -128), (-127, 126)):\n"
+        "        codes = torch.full((tokens, width), code, dtype=torch.int8)\n"
+        "        weights = torch.full((24, width), weight, dtype=torch.int8)\n"
+        "        assert (integer_product(codes, weights) == width * code * weight).all(), (tokens, width, code)\n"
+    )
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": instructions}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
