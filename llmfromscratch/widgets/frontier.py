@@ -165,16 +165,34 @@ def _set_across(axes: Axes, xs: Sequence[float], speed: bool) -> None:
         margin = 0.12 * ((max(xs) - min(xs)) or max(xs))
         axes.set_xlim(max(0.0, min(xs) - margin), max(xs) + 1.3 * margin)
         axes.set_xlabel("speed of one stream (tokens a second)", fontsize=9.5)
-        return
-    factor = max(max(xs) / min(xs), 1.2)
-    axes.set(xscale="log", xlim=(min(xs) / factor**0.1, max(xs) * factor**0.16))
+    else:
+        factor = max(max(xs) / min(xs), 1.2)
+        axes.set(xscale="log", xlim=(min(xs) / factor**0.1, max(xs) * factor**0.16))
+        axes.set_xlabel("weights (MB)", fontsize=9.5)
     low, high = axes.get_xlim()
-    first, mark = math.floor(math.log10(low)), (1, 1.5, 2, 3, 4, 5, 7) if factor < 30 else (1, 3)
-    ticks = [each * 10.0**power for power in range(first, first + 9) for each in mark]
-    axes.xaxis.set_major_locator(FixedLocator([tick for tick in ticks if low < tick < high]))
+    # within a factor of 3 a logarithmic scale is nearly a linear one, and too short for its usual marks
+    ticks = _even_marks(low, high) if speed or high < 3 * low else _log_marks(low, high)
+    axes.xaxis.set_major_locator(FixedLocator(ticks))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.6g}"))
-    axes.set_xlabel("weights (MB)", fontsize=9.5)
+
+
+def _even_marks(low: float, high: float) -> list[float]:
+    """Multiples of a round step between low and high, of the finest step with six of them at most: three at least."""
+    power = math.floor(math.log10(high - low)) - 1
+    for size in (1, 2, 2.5, 5, 10, 20, 25, 50):
+        step = size * 10.0**power
+        first, last = math.floor(low / step) + 1, math.ceil(high / step) - 1
+        if last - first < 6:
+            break
+    return [float(f"{count * step:.12g}") for count in range(first, last + 1)]
+
+
+def _log_marks(low: float, high: float) -> list[float]:
+    """Round numbers between low and high, few of each power of ten where there are many powers."""
+    first, mark = math.floor(math.log10(low)), (1, 1.5, 2, 3, 4, 5, 7) if high < 70 * low else (1, 3)
+    ticks = [each * 10.0**power for power in range(first, first + 9) for each in mark]
+    return [tick for tick in ticks if low < tick < high]
 
 
 def _draw_points(axes: Axes, points: Sequence[Point], floor: float, best: Point | None, speed: bool) -> None:

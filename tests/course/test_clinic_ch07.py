@@ -41,6 +41,13 @@ _LOW = "    minimums = minimums.to(dtype).repeat_interleave(size, dim=1)\n"
 _LEVELS = "    return minimums + scales * codes.to(dtype)\n"
 _WIDE = [(_SCALE, _SCALE.replace(".to(dtype)", "")), (_LOW, _LOW.replace(".to(dtype)", ""))]
 
+
+def int_mm_is_exact() -> bool:
+    """On processors without VNNI the sums of two products inside of it stop at int16's ends."""
+    codes = torch.full((1, 64), 127, dtype=torch.int8)
+    return int(torch._int_mm(codes, codes.T)) == 64 * 127 * 127
+
+
 # hunt: repairs, each of which ends it
 MENDED = {
     "7.a": [
@@ -58,10 +65,10 @@ MENDED = {
     "7.c": [
         [(_SUMS, "    sums = codes.int() @ weight_codes.int().T\n")],
         [(_SUMS, "    sums = codes.long() @ weight_codes.long().T\n")],
-        [(_SUMS, "    sums = codes.float() @ weight_codes.float().T\n")],
+        [(_SUMS, "    sums = codes.double() @ weight_codes.double().T\n")],  # exact up to 2^53
         [(_SUMS, "    sums = (codes.int().unsqueeze(1) * weight_codes).sum(-1)\n")],
         [(_SUMS, "    sums = (codes.short().unsqueeze(1) * weight_codes).sum(-1, dtype=torch.int32)\n")],
-        [(_SUMS, "    sums = torch._int_mm(codes.contiguous(), weight_codes.T)\n")],
+        *([[(_SUMS, "    sums = torch._int_mm(codes.contiguous(), weight_codes.T)\n")]] if int_mm_is_exact() else []),
     ],
     "7.d": [
         [(_WINDOWS, "    starts = [i * len(ids) // count for i in range(count)]\n"
@@ -71,6 +78,16 @@ MENDED = {
         [(_WINDOWS, "    whole = ids.split(length)[: len(ids) // length]\n"
                     "    return torch.stack([whole[i * len(whole) // count] for i in range(count)])\n")],
         [(_WINDOWS, "    step = len(ids) // count\n    return ids[: count * step].view(count, step)[:, :length]\n")],
+        [(_WINDOWS, "    starts = torch.linspace(0, len(ids) - length, count).long().tolist()\n"
+                    "    return torch.stack([ids[start : start + length] for start in starts])\n")],
+        [(_WINDOWS, "    return torch.stack([part[-length:] for part in ids.tensor_split(count)])\n")],
+        [(_WINDOWS, "    parts = ids.tensor_split(count)\n    middles = [(len(part) - length) // 2 for part in parts]\n"
+                    "    return torch.stack([part[at : at + length] for part, at in zip(parts, middles)])\n")],
+        *([(_WINDOWS, f"    chance, step = torch.Generator().manual_seed({seed}), len(ids) // count\n"
+                      "    places = torch.randint(step - length + 1, (count,), generator=chance)\n"
+                      "    starts = (step * torch.arange(count) + places).tolist()\n"
+                      "    return torch.stack([ids[start : start + length] for start in starts])\n")]
+          for seed in range(5)),  # by chance, one in each part
     ],
     "7.e": [
         [*_WIDE, (_LEVELS, "    return (minimums + scales * codes).to(dtype)\n")],
@@ -124,6 +141,11 @@ HALF = {
         ([(_SUMS, "    sums = codes.half() @ weight_codes.half().T\n")], "is not exact beyond 2048"),
         ([(_SUMS, "    sums = codes.bfloat16() @ weight_codes.bfloat16().T\n")],
          "bfloat16 is exact up to 256 only"),
+        ([(_SUMS, "    sums = codes.float() @ weight_codes.float().T\n")], "float32 holds every whole number up to"),
+        ([(_SUMS, "    sums = F.linear(codes.float(), weight_codes.float())\n")], "int32 holds 133,144 of them"),
+        ([(_SUMS, "    sums = (codes.float().unsqueeze(1) * weight_codes).sum(-1)\n")], "the sums are not exact"),
+        ([(_SUMS, "    sums = torch.einsum('tw,rw->tr', codes.float(), weight_codes.float())\n")],
+         "the sums are not exact"),
         ([(_SUMS, "    sums = (codes.int() @ weight_codes.int().T).clamp(-128, 127)\n")], "from -128 to 127"),
         ([(_SUMS, "    sums = codes.int() @ weight_codes.T\n")], "of one type"),
         ([(_SUMS, "    sums = codes.int() @ weight_codes.int().T\n"), (" * weight_scales", "")], "the rows' scales"),
@@ -144,6 +166,16 @@ HALF = {
           "    return torch.stack([ids[start : start + length] for start in starts])\n")], "not right yet"),
         ([(_WINDOWS, "    half = count // 2\n    parts = ids[: half * length], ids[-(count - half) * length :]\n"
                      "    return torch.cat(parts).view(count, length)\n")], "between two windows"),
+        ([(_WINDOWS, "    step = max(length, len(ids) // (count + 1))\n"
+                     "    return torch.stack([ids[i * step : i * step + length] for i in range(count)])\n")],
+         "35 tokens lie behind the last window; in 4 equal parts of the text a window each, it is 25 at most"),
+        ([(_WINDOWS, "    step = max(length, len(ids) // (count + 1))\n    ends = [len(ids) - i * step for i in "
+                     "range(count)]\n    return torch.stack([ids[end - length : end] for end in ends])\n")],
+         "35 tokens lie before the first window"),
+        ([(_WINDOWS, "    ids = ids[: max(count * length, len(ids) * 4 // 5)]\n"
+                     "    starts = [i * (len(ids) - length) // max(count - 1, 1) for i in range(count)]\n"
+                     "    return torch.stack([ids[start : start + length] for start in starts])\n")],
+         "200 tokens lie behind the last window"),
     ],
     "7.e": [
         ([*_WIDE, (_LEVELS, "    return minimums + (scales * codes).to(dtype)\n")], "before the minimum is added"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, pairwise, zip_longest
 
 import pytest
 
@@ -40,6 +40,37 @@ def test_a_dot_stands_at_its_megabytes_and_its_speed():
         assert [y for _, y, _ in found[1:]] == [y for _, y in expected[1:]]
         assert 0 < found[0][1] < 0.0012  # no damage has no place on a logarithmic scale: below all others
     assert "0" in [label.get_text() for label in size.get_yticklabels()]
+
+
+SIZES = [(81, 135), (62, 538), (80, 84.3), (100, 190), (5, 5), (1_000, 1_900), (84.3, 269), (0.2, 0.39), (99, 298)]
+SPEEDS = [(190, 215), (150, 220), (39, 270), (200, 200), (3.1, 3.4), (0.5, 5_000), (1_010, 1_090)]
+
+
+@pytest.mark.parametrize(("sizes", "speeds"), list(zip_longest(SIZES, SPEEDS, fillvalue=(100, 150))))
+def test_an_axis_shows_some_round_numbers_and_their_labels_stand_apart(sizes, speeds):
+    both = zip(sizes, speeds, strict=True)
+    figure = draw_frontier([Variant(f"{place}", round(1e6 * size), speed, 0.1 + place)
+                            for place, (size, speed) in enumerate(both)])  # fmt: skip
+    figure.canvas.draw()
+    for axes, ends in zip(figure.axes, (sizes, speeds), strict=True):
+        low, high = axes.get_xlim()
+        shown = [label for tick, label in zip(axes.get_xticks(), axes.get_xticklabels(), strict=True)
+                 if low < tick < high]  # fmt: skip
+        assert 3 <= len(shown) <= (6 if high < 3 * low or ends is speeds else 9)
+        assert all(float(label.get_text().replace(",", "")) == pytest.approx(tick)
+                   for label, tick in zip(shown, axes.get_xticks(), strict=True))  # fmt: skip
+        boxes = [label.get_window_extent() for label in shown]
+        assert all(one.x1 + 4 < other.x0 for one, other in pairwise(boxes))
+
+
+def test_the_numbers_of_a_short_axis_are_those_one_would_write():
+    def marks(xs, speed):
+        variants = [Variant(f"{x}", round(1e6 * x), x, 0.1) for x in xs]
+        return list(draw_frontier(variants).axes[speed].get_xticks())
+
+    assert marks((81, 135), speed=False) == [80, 100, 120, 140]
+    assert marks((150, 220), speed=True) == [160, 180, 200, 220]
+    assert marks((190, 215), speed=True) == [190, 195, 200, 205, 210, 215]
 
 
 def test_the_line_joins_those_that_nobody_dominates():

@@ -31,8 +31,9 @@ _LENGTH = 12
 
 
 def calibration_windows(ids: Tensor, count: int, length: int) -> Tensor:
-    """Pieces of a text to calibrate on, evenly spread: the first begins near its start, the last ends near its end.
+    """Pieces of a text to calibrate on, spread over all of it: in each of `count` equal parts of it about one.
 
+    So about such a part, at most, lies before the first window, and behind the last.
     ids: int64 [tokens]. Returns int64 [count, length]: each row neighbours in the text, no token in two rows. Raises
     ValueError where the text is too short for that.
     """
@@ -113,16 +114,23 @@ def _of_windows(windows: Tensor, tokens: int, count: int, length: int) -> str:
 
 
 def _of_spread(starts: list[int], tokens: int, count: int, length: int) -> str:
-    widest = 2 * tokens / count
+    """A window may lie anywhere in its part; whoever counts in whole windows loses less than one more at an end."""
+    part = tokens / count
     if count == 1:
         return ""
-    if tokens - starts[-1] - length > widest:
+    before, behind = starts[0], tokens - starts[-1] - length
+    if behind > tokens / 2:
         return "only the beginning of the text is shown: whatever comes later is nobody's business"
-    if starts[0] > widest:
+    if before > tokens / 2:
         return "only the end of the text is shown"
+    if max(before, behind) > part + length:
+        which, where = (behind, "behind the last window") if behind > before else (before, "before the first window")
+        return f"{which} tokens lie {where}; in {count} equal parts of the text a window each, it is {part:.0f} at most"
     gaps = [later - earlier for earlier, later in pairwise(starts)]
     return (
-        "a large part of the text lies between two windows: they are to be spread evenly" if max(gaps) > widest else ""
+        "a large part of the text lies between two windows: they are to be spread evenly"
+        if max(gaps) > 2 * part
+        else ""
     )
 
 
