@@ -74,7 +74,8 @@ test: model
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m browser
+	$(BIN)/python -m pytest -m "not browser" -n 2 --dist loadfile
 
 notebooks: model
 	$(BIN)/python -m llmfromscratch.course.authoring.builder

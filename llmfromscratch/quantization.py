@@ -91,7 +91,13 @@ def grids_of(weight: Tensor, bits: int, group: int | None, symmetric: bool = Fal
 
 
 def quantize(weight: Tensor, bits: int, group: int | None, symmetric: bool = False) -> Quantized:
-    """Rounds a matrix to the nearest level of the grid of each group of columns; weight and group as in `grids_of`."""
+    """Rounds a matrix to the nearest level of the grid of each group of columns.
+
+    weight: [rows, width]; group: columns that share a grid, the last of a row may be fewer; None: whole rows.
+    The grids are grids_of(weight, bits, group, symmetric): scales and minimums as they are stored, both float32
+    [rows, groups]. Returns Quantized(codes, scales, minimums, bits, group), codes uint8 [rows, width]; its group is
+    never None: of whole rows it is their width.
+    """
     width = weight.shape[1]
     scales, minimums = grids_of(weight, bits, group, symmetric)
     parts = weight.split(group or width, dim=1)
@@ -147,7 +153,10 @@ def multiply_int8_rows(
 
     x: float32 [inputs, width], few. codes: int8 [rows, width]; scales: float32 [rows]. output: float32 [inputs, rows];
     only these rows are written. As `optimization.multiply_rows`, with half the bytes: a code is read, widened by
-    np.float32(code), and multiplied; the scale, which the whole row shares, comes last. Numba compiles it.
+    np.float32(code), and multiplied; the scale, which the whole row shares, comes last.
+    Before a row is read, prefetch(codes, row + AHEAD, column) asks for the row AHEAD further on, once for each of its
+    lines: column = 0, per_line(codes), 2 * per_line(codes), ... It never asks behind the last row of codes.
+    Numba compiles it, so the sums are loops over single numbers: it has no products of arrays, @ or np.dot.
     """
     inputs, width = x.shape
     last = codes.shape[0] - 1
@@ -167,7 +176,8 @@ def multiply_int8_rows(
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Vectors in int8, each with a scale of its own, found when it comes: int8 [rows, width] and float32 [rows].
 
-    Symmetric, from -127 to 127: x is about codes * scales. A row of zeros has the scale 1.
+    Symmetric: the number largest in size (either sign) has the code 127 or -127, all others the nearest code, so that
+    x is about codes * scales. A row of zeros has the scale 1.
     """
     scales = x.float().abs().amax(dim=-1) / 127
     scales = torch.where(scales == 0, 1, scales)
@@ -193,9 +203,10 @@ def awq_scale(
 
     A column multiplied by s before rounding, and its input divided by s, computes the same with a rounding error
     smaller by s where s is large. s = size**α, with size the root mean square of the column's input (the root of the
-    diagonal of moments) where none is given, normalized so that the largest and the smallest s multiply to 1; α is the
-    best of 0, 1/steps, ... 1 by `output_error`, the smallest of equals. α = 0 is plain rounding, so it never gets
-    worse. Columns without any input count as the weakest that has one. Lin et al. 2023, "AWQ", section 3.2.
+    diagonal of moments) where none is given; then s is divided by the root of its largest times its smallest number,
+    so that these two multiply to 1. α is the best of 0, 1/steps, ... 1 by `output_error`, the smallest of equals. α = 0
+    is plain rounding, so it never gets worse. Columns without any input count as the weakest that has one; where none
+    has, all count as 1. Lin et al. 2023, "AWQ", section 3.2.
     """
     size = moments.diagonal().clamp(min=0).sqrt().float() if size is None else size
     alive = size > 0
@@ -216,11 +227,19 @@ def awq_scale(
 def gptq(weight: Tensor, moments: Tensor, bits: int, group: int | None, act_order: bool = True) -> Quantized:
     """Rounds column after column, and lets the columns still to come make up for the error of each.
 
-    weight: [rows, width]; moments: [width, width], the sum of x xᵀ over calibration tokens. The inverse of moments says
-    how much of an error another column can take over; its Cholesky factor has all these inverses of what is left, one a
-    row. act_order: columns with the largest moments first, as their errors cost most and many others can still make up
-    for them. The grids are those of the weights before, so that groups stay neighbours. Frantar et al. 2022, "GPTQ",
-    algorithm 1, with a damping of 1 % of the mean of the diagonal.
+    weight: [rows, width]; moments: [width, width], the sum of x xᵀ over calibration tokens. act_order: columns with the
+    largest moments first, as their errors cost most and many others can still make up for them; else left to right. The
+    grids are `grids_of` the weight as it comes, so that groups stay neighbours; codes stand at their own columns.
+
+    1. Damp: add 1 % of the mean of the moments' diagonal to the diagonal. Few tokens leave them without an inverse.
+    2. Put rows and columns of the damped moments into the order. factor is the upper Cholesky factor of their inverse
+       (factorᵀ factor = inverse; in float64). Its row i says how the columns after i make up for an error of column i.
+    3. For each column i in the order: find its codes; error = (what it has become - its level) / factor[i, i]; every
+       column j after it loses error * factor[i, j].
+
+    Columns of the same block of BLOCK are told after each column, those beyond it only at the end of the block, of all
+    its errors in one product. Without blocks the result is the same, only slower. Frantar et al. 2022, "GPTQ",
+    algorithm 1.
     """
     width = weight.shape[1]
     scales, minimums = grids_of(weight, bits, group)
@@ -249,12 +268,15 @@ def gptq(weight: Tensor, moments: Tensor, bits: int, group: int | None, act_orde
 def key_frame(keys: Tensor) -> tuple[Tensor, Tensor]:
     """The middle and the spread of each channel of each head: float32 [kv_heads, head_dim] twice.
 
-    keys: [tokens, kv_heads, head_dim], of some text. Some channels of keys are far larger than all others of their
-    head; a grid for the head would have no levels left for the rest. Stored as (key - middle) / spread, all channels
-    lie between -1 and 1. Where all keys share a frame, attention needs neither undone: the scores of a query with keys
-    that were all moved by the same vector all move by the same amount, which softmax does not see, and
-    query · (spread * key) is (spread * query) · key. Keys turn with their position, so the engine has a frame for each
-    stretch of positions. A channel that never changes has the spread 1.
+    keys: [tokens, kv_heads, head_dim], of some text. From the largest and the smallest number of a channel over all
+    tokens: middle = (largest + smallest) / 2 and spread = (largest - smallest) / 2, so that (key - middle) / spread,
+    which is what is stored, reaches from -1 to 1. A channel that never changes has the spread 1.
+
+    Some channels of keys are far larger than all others of their head; a grid for the head would have no levels left
+    for the rest. Where all keys share a frame, attention needs neither undone: the scores of a query with keys that
+    were all moved by the same vector all move by the same amount, which softmax does not see, and query · (spread *
+    key) is (spread * query) · key. Keys turn with their position, so the engine has a frame for each stretch of
+    positions.
     """
     highest, lowest = keys.float().amax(dim=0), keys.float().amin(dim=0)
     spread = (highest - lowest) / 2
@@ -280,10 +302,11 @@ def divergence(logits: Tensor, other: Tensor) -> Tensor:
 def choose_bits(damage: Sequence[dict[int, float]], sizes: Sequence[int], budget: float) -> list[int]:
     """Bits for each part of a model, so that all stay within a budget and the damage is small.
 
-    damage[i][bits]: what part i costs at so many bits; sizes[i]: its weights; budget: bits in all. Greedy: everything
-    begins at its fewest bits, and the step that wins most damage for a bit is taken as long as one fits; of equal ones
-    the first. A step may go past a number of bits; one that wins nothing is not taken. Raises ValueError where not even
-    the fewest bits fit.
+    damage[i][bits]: what part i costs at so many bits a weight; sizes[i]: its weights; budget: bits in all. Greedy:
+    every part begins at the fewest bits that its dict has. A step takes one part from `now` to any larger number `then`
+    of its dict; it costs sizes[i] * (then - now) bits and wins damage[i][now] - damage[i][then]. As long as one fits
+    into the budget, the step that wins most for a bit is taken, of equal ones the first part's; one that wins nothing
+    is not. Raises ValueError where not even the fewest bits fit.
     """
     chosen = [min(each) for each in damage]
     spent = sum(size * bits for size, bits in zip(sizes, chosen, strict=True))

@@ -13,9 +13,11 @@ from llmfromscratch import hub
 
 _THREADS = pytest.StashKey[int]()
 
-if (
-    shutil.which("nvidia-smi") is None
-):  # no GPU: numpy runs the Triton kernels, if this is said before Triton is imported
+# Beside another worker one thread: threads that wait for each other would take minutes.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+# No GPU: numpy runs the Triton kernels, if this is said before Triton is imported.
+if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 

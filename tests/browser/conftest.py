@@ -63,14 +63,11 @@ def running_lab(course: Path, private: Path) -> Iterator[str]:
 
 
 def environment(places: dict[str, str]) -> dict[str, str]:
-    """A learner's environment: nothing in it names a course or an engine.
-
-    One thread, because other tests may run at the same time, and threads that wait for each other then take minutes.
-    """
+    """A learner's environment: nothing in it names a course or an engine."""
     kept = {
         name: value for name, value in os.environ.items() if name not in (learner_engine.VARIABLE, progress.VARIABLE)
     }
-    return {**kept, **places, "OMP_NUM_THREADS": "1"}
+    return {**kept, **places}
 
 
 def wait_for_address(lab: psutil.Popen, private: Path) -> str:

@@ -57,6 +57,19 @@ def awq_scale(weight, moments, bits, group, size=None, steps=20):
             best, least = factors.float(), error
     return best
 """
+AWQ_NORMALIZED_AT_THE_END = """
+def awq_scale(weight, moments, bits, group, size=None, steps=20):
+    size = moments.diagonal().sqrt() if size is None else size
+    alive = size > 0
+    size = torch.where(alive, size, size[alive].min() if alive.any() else 1)
+    best, least = None, float("inf")
+    for step in range(steps + 1):
+        factors = size ** (step / steps)
+        error = output_error(weight, quantize(weight * factors, bits, group).dequantize() / factors, moments)
+        if error < least:
+            best, least = factors, error
+    return best / (best.max() * best.min()).sqrt()
+"""
 AWQ_FROM_PLAIN_ROUNDING_ON = """
 def awq_scale(weight, moments, bits, group, size=None, steps=20):
     if size is None:
@@ -146,6 +159,13 @@ def key_frame(keys):
     spread = top - middle
     return middle.float(), spread.masked_fill(top == bottom, 1.0).float()
 """
+FRAME_AS_THE_FARTHEST_FROM_THE_MIDDLE = """
+def key_frame(keys):
+    keys = keys.float()
+    middle = (keys.amax(0) + keys.amin(0)) / 2
+    spread = (keys - middle).abs().amax(0)
+    return middle, torch.where(spread > 0, spread, torch.ones_like(spread))
+"""
 FRAME_CHANNEL_BY_CHANNEL = """
 def key_frame(keys):
     tokens, heads, size = keys.shape
@@ -227,6 +247,7 @@ def choose_bits(damage, sizes, budget):
         ("7.7", DIVERGENCE_BY_LOGSUMEXP),
         ("7.8", AWQ_WITH_A_LIST),
         ("7.8", AWQ_IN_LOGARITHMS),
+        ("7.8", AWQ_NORMALIZED_AT_THE_END),
         ("7.8", AWQ_FROM_PLAIN_ROUNDING_ON),
         ("7.9", GPTQ_WITHOUT_BLOCKS),
         ("7.9", GPTQ_IN_FLOAT32),
@@ -234,6 +255,7 @@ def choose_bits(damage, sizes, budget):
         ("7.9", GPTQ_IN_SMALL_BLOCKS),
         ("7.10", FRAME_BY_AMINMAX),
         ("7.10", FRAME_IN_FLOAT64),
+        ("7.10", FRAME_AS_THE_FARTHEST_FROM_THE_MIDDLE),
         ("7.10", FRAME_CHANNEL_BY_CHANNEL),
         ("7.11", BITS_STEP_BY_STEP),
         ("7.11", BITS_RECURSIVELY),

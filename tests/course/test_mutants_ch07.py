@@ -141,6 +141,9 @@ MUTANTS: mutants.Mutants = {
         ("weight.split(group or width, dim=1)", "weight.split(group, dim=1)", "group None means whole rows"),
         (_GRIDS, "scales, minimums = grids_of(weight, bits, group)", "`symmetric` is not handed on"),
         ("bits, group or width)", "bits, group)", "of whole rows, `group` is their width"),
+        ("bits, group or width)", "bits, group or 0)", "only `group` is not: of whole rows, `group` is their width"),
+        ("bits, group or width)", "group or width, bits)", "bits and group are exchanged"),
+        ("bits, group or width)", "8, group or width)", "`bits` is that of a code, as it was given"),
         ("scales, minimums, bits, group or", "minimums, scales, bits, group or", "scales and minimums are exchanged"),
         (_GRIDS, "scales, minimums = grids_of(weight, 8, group, symmetric)", "as many levels as 8 bits"),
         (_QUANTIZED, "return torch.cat(codes, dim=1), scales, minimums", "return Quantized"),
@@ -218,6 +221,19 @@ MUTANTS: mutants.Mutants = {
     "7.6": [
         ("/ 127", "/ 128", "128 in place of 127"),
         ("/ 127", "/ 255", "255 in place of 127"),
+        ("/ 127", "/ 127.5", "127.5 in place of 127"),
+        (f"/ 127\n{_ROW_GUARD}    return (x.float() / scales.unsqueeze(-1)).round()",
+         f"/ 128\n{_ROW_GUARD}    return (x.float() / scales.unsqueeze(-1)).round().clamp(-128, 127)",
+         "that it is kept at 127"),
+        (f"/ 127\n{_ROW_GUARD}    return (x.float() / scales.unsqueeze(-1)).round()",
+         "/ 128\n    return (x.float() / scales.unsqueeze(-1))", "128 in place of 127"),
+        (f".abs().amax(dim=-1) / 127\n{_ROW_GUARD}    return (x.float() / scales.unsqueeze(-1)).round()",
+         f".amax(dim=-1) / 127\n{_ROW_GUARD}    return (x.float() / scales.unsqueeze(-1)).round().clamp(-127, 127)",
+         "the largest in size, whatever its sign"),
+        (_ROW_SIZE, "x.float().abs().mean(dim=-1)", "the scale comes of an average"),
+        (_ROW_SIZE, "x.float().std(dim=-1)", "the scale comes of an average"),
+        (".round()", ".ceil()", "raised to the next whole number"),
+        ("x.float() / scales.unsqueeze(-1)", "x.float()", "the scale is not used"),
         (f"{_ROW_SIZE} / 127", _ROW_SIZE, "the largest size itself"),
         (f"{_ROW_SCALES}\n{_ROW_GUARD}    return (x.float() / scales.unsqueeze(-1))",
          "scales = x.float().abs().max() / 127\n    return (x.float() / scales)", "one scale for the whole tensor"),
@@ -257,6 +273,14 @@ def multiply_int8_rows(x, codes, scales, output, first, end):
         for m in range(x.shape[0]):
             output[m, row] = dot(x, codes, m, row) * scales[row]
 """
+SUM_OF_ARRAYS = """
+def multiply_int8_rows(x, codes, scales, output, first, end):
+    for row in range(first, end):
+        for column in range(0, x.shape[1], per_line(codes)):
+            prefetch(codes, min(row + AHEAD, codes.shape[0] - 1), column)
+        for m in range(x.shape[0]):
+            output[m, row] = (SUM) * scales[row]
+"""
 COMPILED_ALREADY = """
 import numba
 
@@ -270,6 +294,16 @@ def multiply_int8_rows(x, codes, scales, output, first, end):
 @pytest.mark.parametrize(
     ("source", "diagnosis"),
     [
+        *(
+            (SUM_OF_ARRAYS.replace("SUM", total), "the sum of a row is a loop, number by number: no @")
+            for total in (
+                "x[m] @ codes[row]",
+                "x[m] @ codes[row].astype(np.float32)",
+                "np.dot(x[m], codes[row])",
+                "np.dot(x[m], codes[row].astype(np.float32))",
+                "np.inner(x[m], codes[row])",
+            )
+        ),
         (WITH_A_HELPER, "a function of your own is called, which stays plain Python"),
         (COMPILED_ALREADY, "it is compiled already"),
         (f"AHEAD = 6\n\n\n{mutants.code_of('7.5').replace('row + AHEAD', 'row + 4')}", "6 rows before it is read"),

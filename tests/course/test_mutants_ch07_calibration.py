@@ -111,6 +111,9 @@ MUTANTS: mutants.Mutants = {
         (_SIZE, "size = moments.diagonal().sqrt().float()", "`size` is not used"),
         (_NORMAL, "scale = scale / 1", "right up to a factor that all columns share"),
         (_NORMAL, "scale = scale / scale.mean()", "right up to a factor that all columns share"),
+        (_NORMAL, "pass", "likely mistake: right up to a factor that all columns share"),
+        (_NORMAL, "scale = scale / scale.norm()", "likely mistake: right up to a factor that all columns share"),
+        (_NORMAL, "scale = scale / scale.median()", "likely mistake: right up to a factor that all columns share"),
         (_NORMAL, "scale = scale / scale.max()", "right up to a factor that all columns share"),
         (_ALIVE, "size = size / 1\n", "a column without any input has the size 0"),
         (_ALIVE, "size = size.clamp(min=1e-8)\n", "a column without any input has the size 0"),
@@ -155,7 +158,16 @@ MUTANTS: mutants.Mutants = {
         (_MEAN, "0", "1 % of the mean of"),
         (_MEAN, "(0.1 * diagonal.double().mean())", "this is 10 %"),
         (_MEAN, "diagonal.double().mean()", "this is all of it"),
-        (_MEAN, "0.01", "whatever the moments are"),
+        (_MEAN, "0", "it is missing"),
+        (_MEAN, "1e-6", "it is missing, or far too small"),
+        (_MEAN, "(0.05 * diagonal.double().mean())", "this is another share"),
+        (_MEAN, "(0.001 * diagonal.double().mean())", "this is another share"),
+        (_MEAN, "0.01", "here it is 0.01 whatever the moments are"),
+        (_MEAN, "1.0", "here it is 1 whatever the moments are"),
+        (_MEAN, "(0.01 * diagonal.double().median())", "not of its median"),
+        (_MEAN, "(0.01 * moments.double().mean())", "not of all numbers"),
+        (f"{_MEAN} * torch.eye(width, dtype=torch.float64)", "0.01 * torch.diag(diagonal.double())",
+         "not 1 % of each column's own"),
         (_MEAN, "(0.01 * diagonal.double().max())", "not of its largest"),
         (_MEAN, "(0.01 * diagonal.double().sum())", "not of its sum"),
         (f"{_MEAN} * torch.eye(width, dtype=torch.float64)", _MEAN, "to every number of the moments"),
@@ -185,6 +197,15 @@ MUTANTS: mutants.Mutants = {
         ("(highest + lowest) / 2", "keys.float().mean(dim=0)", "the mean is not the middle"),
         ("(highest + lowest) / 2", "keys.float().median(dim=0).values", "the median is not the middle"),
         (_SPREAD, "spread = keys.float().std(dim=0)", "the standard deviation is not the spread"),
+        (_SPREAD, "spread = keys.float().std(dim=0, correction=0)", "the standard deviation is not the spread"),
+        (_FRAME, "return keys.float().mean(dim=0), keys.float().std(dim=0, correction=0)",
+         "the mean and the standard deviation"),
+        (_FRAME, "middle = keys.float().mean(dim=0)\n    spread = (keys.float() - middle).abs().amax(dim=0)\n"
+         "    return middle, torch.where(spread == 0, 1, spread)", "the mean lies where most are"),
+        (_SPREAD, "spread = keys.float().var(dim=0)", "the spread is the variance"),
+        (_SPREAD, "spread = keys.float().square().mean(dim=0).sqrt()", "the spread is an average size"),
+        (_SPREAD, "spread = keys.float().abs().amax(dim=0) / 2", "half of the largest size"),
+        (_SPREAD, "spread = (highest - lowest) / 255", "a step of a grid already"),
         (_SPREAD, "spread = highest - lowest", "the spread is the whole range"),
         (_SPREAD, "spread = torch.maximum(highest, -lowest)", "as if the middle were 0"),
         (_SPREAD, "spread = highest / 1", "the spread is the largest number"),
@@ -210,6 +231,17 @@ MUTANTS: mutants.Mutants = {
         (_FITS, "spent + sizes[part] * bits <= budget", "the bits"),
         (_FITS, "spent + sizes[part] * (bits - now) < budget", "a step that just fits is not taken"),
         (_FITS, "spent <= budget", "one step too many"),
+        ("spent = sum(size * bits for size, bits in zip(sizes, chosen, strict=True))", "spent = 0",
+         "what the fewest bits take belongs to what is spent"),
+        (_RATE, "", "the step that wins most is taken, whatever it costs"),
+        ("chosen = [min(each) for each in damage]", "chosen = [next(iter(each)) for each in damage]",
+         "its own fewest, min(part)"),
+        ("chosen = [min(each) for each in damage]", "chosen = [max(each) for each in damage]",
+         "its own fewest, min(part)"),
+        ("(damage[part][now] - damage[part][bits]) / (sizes[part] * (bits - now))", "damage[part][now]",
+         "the part that is damaged most goes first"),
+        ("(damage[part][now] - damage[part][bits]) / (sizes[part] * (bits - now))", "-damage[part][bits]",
+         "the step that leaves least damage goes first"),
         (_FITS, "spent < budget", "the bits"),
         ("size * bits for size, bits in", "bits for size, bits in", "the bits"),
         ("chosen[-negative] = bits", "chosen[-negative] = bits\n        return chosen", "after the first step nothing"),
@@ -243,6 +275,33 @@ def choose_bits(damage, sizes, budget):
             return bits
         bits[-p] = o
 """
+IN_WEIGHTS = """
+def choose_bits(damage, sizes, budget):
+    bits = [min(each) for each in damage]
+    if sum(s * b for s, b in zip(sizes, bits)) > budget:
+        raise ValueError("too small")
+    spent = sum(sizes)
+    while True:
+        steps = [((damage[p][b] - damage[p][o]) / (sizes[p] * (o - b)), -p, o) for p, b in enumerate(bits)
+                 for o in damage[p] if o > b and damage[p][o] < damage[p][b] and spent + sizes[p] <= budget]
+        if not steps:
+            return bits
+        _, p, o = max(steps)
+        spent, bits[-p] = spent + sizes[-p], o
+"""
+GOING_DOWN = """
+def choose_bits(damage, sizes, budget):
+    bits = [max(each) for each in damage]
+    if sum(s * min(each) for s, each in zip(sizes, damage)) > budget:
+        raise ValueError("too small")
+    while sum(s * b for s, b in zip(sizes, bits)) > budget:
+        _, p, o = min(((damage[p][o] - damage[p][b]) / (sizes[p] * (b - o)), p, o)
+                      for p, b in enumerate(bits) for o in damage[p] if o < b)
+        bits[p] = o
+    return bits
+"""
+FIRST_KEYS = mutants.code_of("7.11").replace("[min(each) for each in damage]", "[next(iter(each)) for each in damage]")
+FIRST_KEYS = FIRST_KEYS.replace("if spent > budget:", "if sum(s * min(p) for s, p in zip(sizes, damage)) > budget:")
 LAST_OF_EQUALS = """
 def choose_bits(damage, sizes, budget):
     bits = [min(each) for each in damage]
@@ -271,6 +330,9 @@ FRESH_GRIDS = mutants.code_of("7.9").replace(
     ("exercise_id", "source", "diagnosis"),
     [
         ("7.11", STUCK, "it ends when the best step does not fit"),
+        ("7.11", IN_WEIGHTS, "weights are counted: a step costs size * (bits more)"),
+        ("7.11", GOING_DOWN, "it begins with the most bits and goes down"),
+        ("7.11", FIRST_KEYS, "a part begins with the first of its keys"),
         ("7.11", LAST_OF_EQUALS, "of equal steps the last is taken"),
         ("7.9", FRESH_GRIDS, "what its columns have become"),
     ],

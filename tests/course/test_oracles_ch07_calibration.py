@@ -12,7 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmfromscratch import learner_engine
-from llmfromscratch.course.exercises import calibration_checks, calibration_clinic, compensation_checks, damage_checks
+from llmfromscratch.course.exercises import (
+    calibration_checks,
+    calibration_clinic,
+    compensation_checks,
+    damage_checks,
+    frame_checks,
+)
 
 ENGINE = learner_engine.reference("quantization")
 examples = settings(max_examples=30, deadline=None, derandomize=True)
@@ -43,7 +49,7 @@ def test_the_worked_example_of_a_divergence_is_half_the_logarithms_of_2_and_of_t
 @given(seeds, st.integers(1, 8), st.integers(1, 3), st.integers(1, 9))
 def test_frames_channel_by_channel_are_the_engines_and_reach_both_ends(seed, tokens, heads, size):
     keys = 4 * random_numbers(seed, tokens, heads, size) + random_numbers(seed + 1, size)
-    middle, spread = damage_checks.channel_by_channel(keys).values()
+    middle, spread = frame_checks.channel_by_channel(keys).values()
     torch.testing.assert_close((middle, spread), ENGINE.key_frame(keys), rtol=1e-5, atol=1e-5)
     within = (keys - middle) / spread
     if tokens > 1:

@@ -8,6 +8,7 @@ from llmfromscratch.course.exercises import (
     calibration_clinic,
     compensation_checks,
     damage_checks,
+    frame_checks,
     matrix_checks,
     packed_product_checks,
     quantization_clinic,
@@ -54,8 +55,9 @@ EXERCISES = [
         minutes=8,
         check=matrix_checks.check_quantize,
         hints=(
-            "Everything is there: grids_of gives the grid of every group as it will be stored, codes_of the codes of "
-            "one part. What is left is to cut the columns, and to put the codes together again.",
+            "Everything is there: grids_of(weight, bits, group, symmetric) gives the grid of every group as it will be "
+            "stored, codes_of the codes of one part. What is left is to cut the columns, and to put the codes together "
+            "again.",
             "weight.split(size, dim=1) gives the groups of columns, the last one shorter where it has to be. The grids "
             "are [rows, groups]: column i of them belongs to part i.",
             "codes_of(part, scales[:, i], minimums[:, i], bits) for each part; torch.cat along dim=1. Where group is "
@@ -167,7 +169,7 @@ EXERCISES = [
         title="a frame for keys",
         points=1,
         minutes=6,
-        check=damage_checks.check_key_frame,
+        check=frame_checks.check_key_frame,
         hints=(
             "One channel of one head had the keys 1, 2 and 6. Which number lies halfway between the ends, and how far "
             "is it from there to each end?",

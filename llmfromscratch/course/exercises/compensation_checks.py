@@ -120,8 +120,24 @@ def check_gptq(gptq: Callable[..., Any]) -> None:
             "grid_of": (check_grid_of, 'check("7.1", grid_of)'),
             "codes_of": (check_codes_of, 'check("7.2", codes_of)'),
         }
-        failure.mistake = next(pieces_at_fault(gptq, known), failure.mistake)
+        named = failure.mistake or ""
+        if not named.startswith(_DAMPING) and _right_once_damped(gptq):
+            named = f"{_DAMPING}; it is missing, or far too small"
+        failure.mistake = next(pieces_at_fault(gptq, known), named)
         raise
+
+
+def _right_once_damped(gptq: Callable[..., Any]) -> bool:
+    """Whether all results are right with moments that are damped before they come."""
+
+    def run(weight: Tensor, moments: Tensor, *others: Any) -> Any:
+        return gptq(weight, damped(moments).float(), *others)
+
+    try:
+        compare(run, column_by_column, rounding_cases(), expected="", tolerance=Tolerance(relative=1e-6))
+    except Exception:  # noqa: BLE001 - the learner's code may fail in any way
+        return False
+    return True
 
 
 def _of_inverse(error: BaseException, case: Case) -> str:
@@ -153,7 +169,10 @@ def _of_rounding(got: Any, want: Quantized) -> str:
     return ""
 
 
-_PLAIN = "this is plain rounding: no column hears of the errors of those before it, or its codes do not know of it"
+_PLAIN = (
+    "this is plain rounding: no column hears of the errors of those before it, or its codes do not know of it (rows of "
+    "a lower factor have nothing behind the diagonal: it is the upper one)"
+)
 _ALL_INVERSE = (
     "the errors are spread by the inverse of all columns; those rounded already cannot move any more, so it is the "
     "inverse of what is left: a row of the Cholesky factor of the inverse, upper"
@@ -189,11 +208,17 @@ _GPTQ_MISTAKES: list[tuple[str, dict[str, Any]]] = [
     ("the moments are put into the order, the weight is not", {"weight": "as it came"}),
     (f"{_DAMPING}; it is missing", {"share": 0.0}),
     (f"{_DAMPING}; this is 10 %", {"share": 0.1}),
+    *((f"{_DAMPING}; this is another share", {"share": share}) for share in (0.001, 0.005, 0.02, 0.05, 0.5)),
     (f"{_DAMPING}; this is all of it", {"share": 1.0}),
     (f"{_DAMPING}; it is added to every number of the moments here", {"everywhere": True}),
     (f"{_DAMPING}, not of its largest", {"mean": lambda diagonal: diagonal.max()}),
     (f"{_DAMPING}, not of its sum", {"mean": lambda diagonal: diagonal.sum()}),
+    (f"{_DAMPING}, not of its median", {"mean": lambda diagonal: diagonal.median()}),
     (f"{_DAMPING}; here it is 0.01 whatever the moments are", {"mean": lambda diagonal: 1.0}),
+    (f"{_DAMPING}; here it is 1 whatever the moments are", {"mean": lambda diagonal: 100.0}),
+    (f"{_DAMPING}; it is the mean of the diagonal, not of all numbers of the moments", {"of_all": lambda wide: wide}),
+    (f"{_DAMPING}; it is the mean of the diagonal, not of all numbers of the moments", {"of_all": torch.abs}),
+    (f"{_DAMPING}: the same for all columns, not 1 % of each column's own", {"own": True}),
     ("the grids are symmetric; those of grids_of are not, where nothing is said", {"symmetric": True}),
     ("one grid for a whole row; each group of it has its own", {"group": lambda group: None}),
     ("scales and minimums are exchanged: Quantized takes codes, scales, minimums, bits, group", {"exchanged": True}),
@@ -232,9 +257,7 @@ def _rounding(
         rows, width = weight.shape
         size, turns = group(given) or width, list(order(moments.diagonal(), act_order))
         scales, minimums = grids(weight, bits, group(given), wrong.get("symmetric", False))
-        wide = moments.double() + share * mean(moments.double().diagonal()) * (
-            torch.ones(width, width) if wrong.get("everywhere") else torch.eye(width)
-        )
+        wide = _with_damping(moments.double(), share, mean, wrong)
         spread = factor(wide if wrong.get("moments") else wide[turns][:, turns])
         now = weight.double().clone() if wrong.get("weight") else weight.double()[:, turns]
         codes = torch.empty(rows, width, dtype=torch.float64)
@@ -247,6 +270,13 @@ def _rounding(
         return _in_place(codes, turns, (scales, minimums), undone, bits, given, wrong)
 
     return run
+
+
+def _with_damping(moments: Tensor, share: float, mean: Callable[[Tensor], Any], wrong: dict[str, Any]) -> Tensor:
+    added = share * (wrong["of_all"](moments).mean() if "of_all" in wrong else mean(moments.diagonal()))
+    if wrong.get("own"):
+        return moments + share * torch.diag(moments.diagonal())
+    return moments + added * (torch.ones_like(moments) if wrong.get("everywhere") else torch.eye(len(moments)))
 
 
 def _who(told: str, place: int, width: int, block: int = 128) -> Tensor:

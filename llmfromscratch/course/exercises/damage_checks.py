@@ -1,4 +1,4 @@
-"""The checks of chapter 7's damage, in Python's own numbers: what distributions lose, what channels reach to, and what
+"""The checks of chapter 7's damage, in Python's own numbers: what distributions lose, and what
 bits are worth."""
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from torch import Tensor
 from llmfromscratch.course import differences
 from llmfromscratch.course.combining import combined
 from llmfromscratch.course.comparing import Case, compare, expect_raises
-from llmfromscratch.course.differences import NamedParts, Tolerance
+from llmfromscratch.course.differences import Tolerance
 from llmfromscratch.course.exercises.attention_checks import random_numbers
-from llmfromscratch.course.exercises.rounding_checks import Pair, in_pair
 from llmfromscratch.course.failures import CheckFailed
 
 # ---- 7.7 divergence ----------------------------------------------------------------------------------------------
@@ -161,142 +160,6 @@ def _diverging(
     return run
 
 
-# ---- 7.10 the frame of keys --------------------------------------------------------------------------------------
-
-FRAME = Tolerance(relative=2e-6)
-
-
-def channel_by_channel(keys: Tensor) -> NamedParts:
-    """The middle and the spread of each channel of each head by itself."""
-    middles: list[list[float]] = []
-    spreads: list[list[float]] = []
-    for head in range(keys.shape[1]):
-        seen = [[float(number) for number in keys[:, head, channel]] for channel in range(keys.shape[2])]
-        middles.append([(max(numbers) + min(numbers)) / 2 for numbers in seen])
-        spreads.append([(max(numbers) - min(numbers)) / 2 or 1.0 for numbers in seen])
-    return NamedParts(middle=torch.tensor(middles), spread=torch.tensor(spreads))
-
-
-def _keys_case(text: str, keys: Any) -> Case:
-    keys = keys if isinstance(keys, Tensor) else torch.tensor(keys)
-    return Case(text or f"keys {differences.shown(keys)}", keys)
-
-
-def frame_cases() -> list[Case]:
-    """What `key_frame` is tried on: loud channels, heads that differ, a channel that never changes."""
-    loud = random_numbers(6, 2, 4, seed=1)
-    loud[:, 0, 2] = 40 * loud[:, 0, 2] + 100
-    still = random_numbers(5, 2, 3, seed=2)
-    still[:, 1, 0] = -7.5
-    wide = torch.tensor([[[60000.0, 5.0]], [[20000.0, -5.0]], [[-60000.0, 0.0]]]).half()
-    return [
-        _keys_case("", [[[1.0]], [[5.0]]]),
-        _keys_case("", [[[1.0, 8.0]], [[2.0, 0.0]], [[6.0, 3.0]]]),
-        _keys_case("", [[[1.0], [-10.0]], [[4.0], [-2.0]]]),
-        _keys_case("", [[[2.0, 4.0]], [[2.0, 9.0]]]),
-        _keys_case("random keys [3, 3, 3]", random_numbers(3, 3, 3, seed=3)),
-        _keys_case("random keys [6, 2, 4], channel 2 of head 0 far larger", loud),
-        _keys_case("random keys [5, 2, 3], channel 0 of head 1 always -7.5", still),
-        _keys_case("random keys [7, 1, 5]", 3 * random_numbers(7, 1, 5, seed=4) + 2),
-        _keys_case("random keys [1, 2, 4], one token", random_numbers(1, 2, 4, seed=5)),
-        _keys_case("random keys [20, 3, 8] in bfloat16", (5 * random_numbers(20, 3, 8, seed=6) + 3).bfloat16()),
-        _keys_case("keys [3, 1, 2] in float16, up to 60000", wide),
-    ]
-
-
-def check_key_frame(key_frame: Pair) -> None:
-    """Against one channel after the other."""
-    compare(
-        in_pair(key_frame, "middle", "spread"),
-        channel_by_channel,
-        frame_cases(),
-        expected="the middle and the spread of each channel of each head, float32 [kv_heads, head_dim]: all tokens' "
-        "(key - middle) / spread lie between -1 and 1, and reach both",
-        mistakes=combined(_framed, _FRAME_MISTAKES, at_once=2),
-        diagnose=_of_frames,
-        tolerance=FRAME,
-    )
-
-
-def _of_frames(got: Any, want: Any) -> str:
-    if not isinstance(got, NamedParts) or not all(isinstance(part, Tensor) for part in got.values()):
-        return ""
-    if any(got[name].shape != want[name].shape for name in want):
-        return "a number for each channel of each head: the ends are those over all tokens, dim=0"
-    if not all(bool(torch.isfinite(part).all()) for part in got.values()):
-        return "float16 ends at 65504: make the keys float32 before the ends are added"
-    return _STILL if bool(((want["spread"] == 1) & (got["spread"] != 1)).any()) else ""
-
-
-_STILL = "a channel that never changes has the spread 1, so that nothing is divided by 0"
-_KEYS_IN_HALF = "the arithmetic is in the keys' own half precision; make them float32 first"
-_FRAME_MISTAKES: list[tuple[str, dict[str, Any]]] = [
-    ("the ends are those of all heads; each head has channels of its own", {"over": (0, 1)}),
-    ("the ends are those of a whole head; each of its channels has its own", {"over": (0, 2)}),
-    ("the ends are those of all keys; each channel of each head has its own", {"over": (0, 1, 2)}),
-    ("the ends are those of all heads; each head has channels of its own", {"over": (0, 1), "shared": True}),
-    ("the ends are those of a whole head; each of its channels has its own", {"over": (0, 2), "shared": True}),
-    ("the ends are those of all keys; each channel of each head has its own", {"over": (0, 1, 2), "shared": True}),
-    ("the ends are those over the heads; a channel's are over all tokens, dim=0", {"over": (1,)}),
-    ("the ends are those over the channels; a channel's are over all tokens, dim=0", {"over": (2,)}),
-    ("the mean and the standard deviation: what lies far out would be beyond -1 and 1; the ends are meant",
-     {"middle": lambda low, high, keys: keys.mean(0), "spread": lambda low, high, keys: _deviation(keys)}),
-    ("the mean is not the middle: it lies where most are, not halfway between the ends",
-     {"middle": lambda low, high, keys: keys.mean(0)}),
-    ("the median is not the middle, which lies halfway between the ends",
-     {"middle": lambda low, high, keys: keys.median(0).values}),
-    ("the standard deviation is not the spread: what lies far out would be beyond -1 and 1",
-     {"spread": lambda low, high, keys: _deviation(keys)}),
-    ("the spread is the whole range; half of it lies on each side of the middle",
-     {"spread": lambda low, high, keys: high - low}),
-    ("the spread is the largest size, as if the middle were 0",
-     {"spread": lambda low, high, keys: torch.maximum(high, -low)}),
-    ("the spread is the largest number", {"spread": lambda low, high, keys: high}),
-    ("the middle is the sum of both ends; half of it is meant", {"middle": lambda low, high, keys: high + low}),
-    ("the middle is half of the range; it is half of the sum of both ends",
-     {"middle": lambda low, high, keys: (high - low) / 2}),
-    ("the middle is the smallest number; it lies halfway to the largest", {"middle": lambda low, high, keys: low}),
-    ("the middle is the largest number; it lies halfway to the smallest", {"middle": lambda low, high, keys: high}),
-    ("the middle is left at 0", {"middle": lambda low, high, keys: 0 * low}),
-    ("the first token's keys are taken for the middle", {"middle": lambda low, high, keys: keys[0]}),
-    (_STILL, {"guard": 0.0}),
-    *((_STILL, {"guard": tiny}) for tiny in (1e-12, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4)),
-    ("the spread is turned over: keys are divided by it", {"turned": True}),
-    ("middle and spread are exchanged", {"exchanged": True}),
-    (_KEYS_IN_HALF, {"wide": "never"}),
-    (_KEYS_IN_HALF, {"wide": "late"}),
-]  # fmt: skip
-
-
-def _deviation(keys: Tensor) -> Tensor:
-    return keys.std(0) if len(keys) > 1 else torch.full_like(keys[0], torch.nan)
-
-
-def _framed(
-    over: tuple[int, ...] = (0,),
-    shared: bool = False,
-    middle: Callable[[Tensor, Tensor, Tensor], Tensor] = lambda low, high, keys: (high + low) / 2,
-    spread: Callable[[Tensor, Tensor, Tensor], Tensor] = lambda low, high, keys: (high - low) / 2,
-    guard: float = 1.0,
-    turned: bool = False,
-    exchanged: bool = False,
-    wide: str = "first",
-) -> Callable[..., NamedParts]:
-    """The frame, with mistakes switched on. Ends over more than the tokens are given to all that share them, or not."""
-
-    def run(keys: Tensor) -> NamedParts:
-        keys = keys.float() if wide == "first" else keys
-        low, high = keys.amin(over, keepdim=shared), keys.amax(over, keepdim=shared)
-        low, high = (end.expand(1, *keys.shape[1:])[0] if shared else end for end in (low, high))
-        half = spread(low, high, keys)
-        half = torch.where(half == 0, guard, half)
-        both = [middle(low, high, keys), 1 / half if turned else half]
-        both = [part.float() for part in both] if wide == "late" else both
-        return NamedParts(zip(("middle", "spread"), both[::-1] if exchanged else both, strict=True))
-
-    return run
-
-
 # ---- 7.11 bits for a budget --------------------------------------------------------------------------------------
 
 Damage = Sequence[dict[int, float]]
@@ -345,7 +208,8 @@ def budget_cases() -> list[Case]:
         _budget_case(minds, [1, 1], 8),
         _budget_case(minds, [1, 1], 16),
         _budget_case(minds, [10, 1], 52),
-        _budget_case([{4: 0.1, 8: 0.01}, {4: 0.08, 8: 0.01}], [10, 1], 90),
+        _budget_case([{4: 0.1, 8: 0.01}, {4: 0.08, 8: 0.01}], [10, 1], 84),
+        _budget_case([{2: 1.0, 3: 0.6, 4: 0.3}], [2], 4),
         _budget_case([{4: 0.5, 8: 0.1}, {4: 0.08, 8: 0.01}], [10, 1], 50),
         _budget_case([{8: 0.01, 4: 0.1}, {8: 0.01, 4: 0.02}], [2, 2], 24),
         _budget_case([{4: 0.1, 8: 0.15}, {4: 0.02, 8: 0.01}], [1, 1], 16),
@@ -388,7 +252,13 @@ def _of_steps(error: BaseException, case: Case) -> str:
     if isinstance(error, ValueError) and "empty" in str(error):
         return "there comes a point at which no step fits, or none wins anything: then the choice is made"
     if isinstance(error, ValueError):
-        return "the fewest bits fit here: a budget that they just reach is enough"
+        damage, sizes, budget = case.args
+        if sum(size * min(part) for part, size in zip(damage, sizes, strict=True)) == budget:
+            return "the fewest bits fit here: a budget that they just reach is enough"
+        return (
+            "the fewest bits fit here: each part begins at its own fewest, min(part), which need not be its first key "
+            "or that of other parts; beginning at the most leaves nothing of the budget"
+        )
     if isinstance(error, KeyError):
         return "damage has an entry for some numbers of bits only, and parts may differ in them: go through its keys"
     return ""
@@ -401,6 +271,8 @@ def _of_budget(got: Any, want: Any) -> str:
 
 
 _BY_DAMAGE = "the step that wins most is taken, whatever it costs; what counts is what it wins for a bit"
+_UNSEEN = "the budget is not looked at, or it is not bits that are counted: a part takes size * bits of it"
+_DOWN = "it begins with the most bits and goes down; it begins with the fewest and goes up, to the step that wins most"
 _BUDGET_MISTAKES: list[tuple[str, dict[str, Any]]] = [
     ("the sizes do not count in what a bit wins: a step of a large part costs more bits",
      {"rate": lambda won, size, more: won / more}),
@@ -412,9 +284,11 @@ _BUDGET_MISTAKES: list[tuple[str, dict[str, Any]]] = [
     ("the rate is turned round: bits for what is won", {"rate": lambda won, size, more: size * more / won}),
     ("what is won is multiplied by the bits; for a bit is a division",
      {"rate": lambda won, size, more: won * size * more}),
-    ("the budget is not looked at", {"room": lambda budget: float("inf")}),
+    (_UNSEEN, {"room": lambda budget: float("inf")}),
     ("the budget is bits in all; the sizes are not counted in what is spent", {"price": lambda size, bits: bits}),
+    ("the budget is bits; weights are counted: a step costs size * (bits more)", {"price": lambda size, bits: size}),
     ("the budget is bits; bytes are counted", {"price": lambda size, bits: size * bits / 8}),
+    ("what the fewest bits take belongs to what is spent; here only the steps are counted", {"begun": False}),
     ("the budget may be used up to its last bit; a step that just fits is not taken", {"just": False}),
     ("one step too many: whether it fits has to be known before it is taken", {"late": True}),
     ("after the first step nothing more is done; steps are taken as long as one fits", {"many": "one"}),
@@ -425,9 +299,21 @@ _BUDGET_MISTAKES: list[tuple[str, dict[str, Any]]] = [
     ("of equal steps the last is taken; the first is meant", {"last": True}),
     ("a step that makes it worse is taken: more bits need not win, as damage is measured", {"worse": True}),
     ("it begins with the most bits: then nothing is left of the budget, or it is overdrawn", {"start": max}),
+    ("a part begins with the first of its keys; its fewest bits are min(part)",
+     {"start": lambda part: next(iter(part))}),
+    ("a part begins with the bits that cost most damage; it begins with the fewest, min(part)",
+     {"start": lambda part: max(part, key=lambda bits: part[bits])}),
+    *((_DOWN, {"down": price}) for price in
+      (lambda size, less: size * less, lambda size, less: less, lambda size, less: 1)),
+    ("the part that is damaged most goes first; what counts is what a step wins for a bit",
+     {"looks_at": lambda part, now, then: part[now]}),
+    ("the step that leaves least damage goes first; what counts is what it wins for a bit",
+     {"looks_at": lambda part, now, then: -part[then]}),
     ("part after part gets what fits; the best step of all parts is meant", {"in_turn": True}),
     ("a step costs the bits that are added; all its bits are counted again", {"whole": True}),
     ("a step costs the bits that are added; all its bits are counted again", {"again": True}),
+    ("a step costs the bits that are added; all its bits are counted again",
+     {"whole": True, "rate_of": lambda now, then: then}),
     ("what a step costs is not added to what is spent", {"free": True}),
 ]  # fmt: skip
 
@@ -440,13 +326,17 @@ def _choosing(
     many: str = "all",
     reach: str = "any",
     just: bool = True,
-    **wrong: bool,
+    begun: bool = True,
+    rate_of: Callable[[int, int], int] = lambda now, then: then - now,
+    **wrong: Any,
 ) -> Callable[..., list[int]]:
     """The choice, with mistakes switched on."""
 
     def run(damage: Damage, sizes: Sequence[int], budget: float) -> list[int]:
+        if "down" in wrong:
+            return _going_down(damage, sizes, budget, wrong["down"])
         bits, raised = [start(part) for part in damage], set[int]()
-        spent = sum(price(size, number) for size, number in zip(sizes, bits, strict=True))
+        spent = sum(price(size, number) for size, number in zip(sizes, bits, strict=True)) if begun else 0
         while not (many == "one" and raised):
             steps = []
             for part, option in _steps(damage, bits, reach):
@@ -457,7 +347,9 @@ def _choosing(
                 if (won > 0 or wrong.get("worse")) and not (many == "one each" and part in raised):
                     place = part if wrong.get("last") else -part
                     order = -part if wrong.get("in_turn") else 0
-                    steps.append((order, rate(won, sizes[part], more) if won else 0.0, place, fits, part, option, cost))
+                    worth = rate(won, sizes[part], rate_of(bits[part], option)) if won else 0.0
+                    worth = wrong["looks_at"](damage[part], bits[part], option) if "looks_at" in wrong else worth
+                    steps.append((order, worth, place, fits, part, option, cost))
             steps = steps if wrong.get("stuck") else [step for step in steps if step[3]]
             if not steps or not max(steps)[3]:
                 break
@@ -468,6 +360,21 @@ def _choosing(
         return bits
 
     return run
+
+
+def _going_down(damage: Damage, sizes: Sequence[int], budget: float, price: Callable[[int, int], int]) -> list[int]:
+    """From the most bits down, by what costs least damage for a bit, until the budget holds it."""
+    bits = [max(part) for part in damage]
+    while sum(size * number for size, number in zip(sizes, bits, strict=True)) > budget:
+        steps = [
+            ((options[option] - options[bits[part]]) / price(sizes[part], bits[part] - option), part, -option)
+            for part, options in enumerate(damage)
+            for option in options
+            if option < bits[part]
+        ]
+        _, part, option = min(steps)
+        bits[part] = -option
+    return bits
 
 
 def _steps(damage: Damage, bits: Sequence[int], reach: str) -> Iterator[tuple[int, int]]:

@@ -162,16 +162,30 @@ def _of_matrix(got: Any, want: Quantized) -> str:
         return (
             f"a grid for each group of each row: scales and minimums are [rows, groups], here {list(want.scales.shape)}"
         )
-    return _right_grids(got, want)
+    return _wrong_parts(got, want)
 
 
-def _right_grids(got: Any, want: Quantized) -> str:
+def _wrong_parts(got: Any, want: Quantized) -> str:
     """What is told where the shapes are right: which of the parts are."""
-    if any(differences.find(getattr(got, name), getattr(want, name), EACH) for name in ("scales", "minimums")):
+    wrong = {
+        name
+        for name in ("scales", "minimums", "codes", "bits", "group")
+        if differences.find(getattr(got, name), getattr(want, name), EACH)
+    }
+    if wrong & {"scales", "minimums"}:
         return "the grids are wrong already: grids_of gives them, as they are stored"
-    return "the grids are right, the codes are not: each part of the columns is coded on its own column of the grids"
+    if "codes" in wrong:
+        return (
+            "the grids are right, the codes are not: each part of the columns is coded on its own column of the grids"
+        )
+    if wrong == {"bits", "group"} and (got.bits, got.group) == (want.group, want.bits):
+        return "bits and group are exchanged: Quantized takes codes, scales, minimums, bits, group"
+    if "bits" in wrong:
+        return "codes and grids are right; `bits` is that of a code, as it was given"
+    return f"here codes and grids are right, only `group` is not: {_ITS_WIDTH}, and of groups it is their size"
 
 
+_ITS_WIDTH = "of whole rows, `group` is their width"
 _WRONG_AXIS = "the groups run down the columns; a group is neighbours of one row, which a product adds up"
 _FLOAT16 = "the grids of groups are stored in float16, so they are rounded to it (grids_of does that), and the codes " \
     "are made for the rounded ones"  # fmt: skip
@@ -191,7 +205,7 @@ _MATRIX_MISTAKES: list[tuple[str, dict[str, Any]]] = [
     ("the last group is lost where it is shorter", {"last": False}),
     ("`symmetric` is not handed on", {"kind": lambda symmetric: False}),
     ("`symmetric` is turned round", {"kind": lambda symmetric: not symmetric}),
-    ("of whole rows, `group` is their width", {"told": lambda group, width: group}),
+    (_ITS_WIDTH, {"told": lambda group, width: group}),
     ("scales and minimums are exchanged: Quantized takes codes, scales, minimums, bits, group", {"exchanged": True}),
     ("the grids have as many levels as 8 bits give, whatever `bits` is", {"grid_bits": 8}),
 ]  # fmt: skip

@@ -298,12 +298,8 @@ def _check_compiled(multiply: Product) -> None:
             tolerance=Tolerance(relative=2e-5),
             what="output",
         )
-    except numba.core.errors.NumbaError as error:
-        raise CheckFailed(
-            "a function that Numba can compile: loops over numbers, no tensors, no lists",
-            case=f"as plain Python it is right, but Numba says: {product_checks._told(error)}",
-            mistake=product_checks._of_numba(str(error)),
-        ) from None
+    except (numba.core.errors.NumbaError, ImportError) as error:
+        raise product_checks.refusal_of(error) from None
     wide = product_checks.wide_names(function)
     if wide:
         raise CheckFailed(

@@ -384,12 +384,8 @@ def _check_compiled(multiply_rows: Product) -> None:
             tolerance=Tolerance(relative=2e-5),
             what="output",
         )
-    except numba.core.errors.NumbaError as error:
-        raise CheckFailed(
-            "a function that Numba can compile: loops over numbers, no tensors, no lists",
-            case=f"as plain Python it is right, but Numba says: {_told(error)}",
-            mistake=_of_numba(str(error)),
-        ) from None
+    except (numba.core.errors.NumbaError, ImportError) as error:
+        raise refusal_of(error) from None
     wide = wide_names(function)
     if wide:
         raise CheckFailed(
@@ -397,6 +393,20 @@ def _check_compiled(multiply_rows: Product) -> None:
             case=f"compiled, `{wide[0]}` is a float64",
             mistake="0 and 0.0 make it a float64 for Numba, though plain Python goes on in float32: np.float32(0)",
         )
+
+
+def refusal_of(error: Exception) -> CheckFailed:
+    """What is said where Numba does not compile a function that is right as plain Python.
+
+    For products of arrays Numba asks for scipy, which is an ImportError where it is missing.
+    """
+    if isinstance(error, ImportError) and "scipy" not in str(error):
+        raise error
+    return CheckFailed(
+        "a function that Numba can compile: loops over numbers, no tensors, no lists",
+        case=f"as plain Python it is right, but Numba says: {_told(error)}",
+        mistake=_of_numba(str(error)),
+    )
 
 
 def wide_names(function: Any) -> list[str]:
@@ -419,8 +429,8 @@ def _told(error: Exception) -> str:
 def _of_numba(text: str) -> str:
     if "Untyped global name" in text:
         return "a function of your own is called, which stays plain Python: write it out here"
-    if "@" in text or "matmul" in text or "np.dot" in text or "np_dot" in text:
-        return "the sum of a row as a loop, number by number: `widen` takes a single number"
+    if any(word in text for word in ("@", "matmul", "np.dot", "np_dot", "scipy", "unsupported NumPy function")):
+        return "the sum of a row is a loop, number by number: no @, np.dot or the like on arrays"
     if "Cannot unify" in text:
         return "a name is of one type at first and of another later: Numba needs one, such as np.float32"
     return ""

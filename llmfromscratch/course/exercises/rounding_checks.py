@@ -410,14 +410,34 @@ def _of_vectors(got: Any, want: Any) -> str:
     zero = (want["codes"] == 0).all(dim=1)
     if bool((zero & (scales != 1)).any()) or not bool(torch.isfinite(scales).all()):
         return _ZEROS
-    return ""
+    steps = 127 * want["scales"][~zero] / scales[~zero]
+    return next((told for told, by in _STEPS_OF if len(steps) and bool(((steps - by).abs() < 0.01).all())), "")
 
 
 _ZEROS = "a row of zeros has the scale 1, so that nothing is divided by 0: its codes are 0"
+_BY_128 = "128 in place of 127: the largest code would be 128, which int8 does not have; it becomes -128"
+_BY_128_KEPT = "128 in place of 127: the largest code would be 128, which int8 does not have; that it is kept at 127 " \
+    "costs the largest number, and all others a little"  # fmt: skip
+_BY_255 = "255 in place of 127: codes reach from -127 to 127"
+_BY_HALF = "127.5 in place of 127: no whole number of steps, so that the largest number falls between two codes"
+_KEPT: list[dict[str, Any]] = [{}, {"keep": (-128, 127)}, {"keep": (-127, 127)}]
+_AVERAGE = "the scale comes of an average; it is the largest size that becomes 127, or larger numbers do not fit"
+_OTHER_SIZES: list[tuple[str, Callable[[Tensor], Tensor]]] = [
+    (_AVERAGE, lambda x: x.abs().mean(-1)),
+    (_AVERAGE, lambda x: x.std(-1)),
+]
+_STEPS_OF = [(_BY_128, 128), (_BY_255, 255), (_BY_HALF, 127.5)]  # what is said of the scales alone
+_CUT = "the codes are cut down to whole numbers; the nearest is meant: round"
+_SIGN = "the largest number sets the scale; it is the largest in size, whatever its sign"
 _VECTOR_MISTAKES: list[tuple[str, dict[str, Any]]] = [
-    ("128 in place of 127: the largest code would be 128, which int8 does not have; it becomes -128",
-     {"top": 128}),
-    ("255 in place of 127: codes reach from -127 to 127", {"top": 255}),
+    (_BY_128, {"top": 128}),
+    (_BY_128_KEPT, {"top": 128, "keep": (-128, 127)}),
+    (_BY_128_KEPT, {"top": 128, "keep": (-127, 127)}),
+    (_BY_HALF, {"top": 127.5, "keep": (-128, 127)}),
+    (_BY_HALF, {"top": 127.5, "keep": (-127, 127)}),
+    (_BY_255, {"top": 255}),
+    (_BY_255, {"top": 255, "keep": (-128, 127)}),
+    (_BY_255, {"top": 255, "keep": (-127, 127)}),
     ("126 in place of 127: the largest code is 127", {"top": 126}),
     ("one scale for the whole tensor; each vector has its own, so that a large one does not cost the others",
      {"over": "all"}),
@@ -426,14 +446,19 @@ _VECTOR_MISTAKES: list[tuple[str, dict[str, Any]]] = [
     ("the scales are those of the columns; each vector is a row, and has one", {"over": "first"}),
     (_ZEROS, {"guard": 0.0}),
     *((_ZEROS, {"guard": tiny}) for tiny in (1e-12, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4)),
-    ("the codes are cut down to whole numbers; the nearest is meant: round", {"to_whole": torch.trunc}),
-    ("the codes are cut down to whole numbers; the nearest is meant: round", {"to_whole": torch.floor}),
-    ("the largest number sets the scale; it is the largest in size, whatever its sign", {"size": lambda x: x}),
+    (_CUT, {"to_whole": torch.trunc}),
+    (_CUT, {"to_whole": torch.floor}),
+    ("the codes are raised to the next whole number; the nearest is meant: round", {"to_whole": torch.ceil}),
+    (_SIGN, {"size": lambda x: x}),
+    (_SIGN, {"size": lambda x: x, "keep": (-128, 127)}),
+    (_SIGN, {"size": lambda x: x, "keep": (-127, 127)}),
+    *((said, {"largest": largest, **kept}) for said, largest in _OTHER_SIZES for kept in _KEPT),
     ("the codes are uint8, which has no negative numbers", {"kind": torch.uint8}),
     ("the scales meet the columns; each belongs to a row, and has to stand in a column for it: unsqueeze(-1)",
      {"divisor": lambda scales: scales}),
     ("multiplied by the scale; a code is how many steps of this size a number has",
      {"code": lambda x, scale: x * scale}),
+    ("the scale is not used: a code is how many steps of this size a number has", {"code": lambda x, scale: x}),
     ("the scales are turned over: codes * scales is to give x", {"turned": True}),
     ("the scale is the largest size itself; it is a step, 127 of which make the largest", {"top": 1}),
     ("codes and scales are exchanged", {"exchanged": True}),
@@ -453,16 +478,19 @@ def _in_int8(
     code: Callable[[Tensor, Tensor], Tensor] = lambda x, scale: x / scale,
     divisor: Callable[[Tensor], Tensor] = lambda scales: scales.unsqueeze(-1),
     wide: str = "first",
+    keep: tuple[int, int] | None = None,
+    largest: Callable[[Tensor], Tensor] | None = None,
     **wrong: bool,
 ) -> Callable[..., NamedParts]:
     """The vectors, with mistakes switched on."""
 
     def run(x: Tensor) -> NamedParts:
         x = x.float() if wide == "first" else x
-        scales = _ends(size(x), over)[1] / top
+        scales = (largest(x) if largest else _ends(size(x), over)[1]) / top
         scales = torch.where(scales == 0, guard, scales)
         numbers = x.float() if wide == "codes" else x
-        codes = to_whole(code(numbers, scales if over in ("first", "all") else divisor(scales))).to(kind)
+        codes = to_whole(code(numbers, scales if over in ("first", "all") else divisor(scales)))
+        codes = (codes.clamp(*keep) if keep else codes).to(kind)
         scales = 1 / scales if wrong.get("turned") else scales
         scales = scales.float() if wide == "late" else scales
         both = (scales, codes) if wrong.get("exchanged") else (codes, scales)
