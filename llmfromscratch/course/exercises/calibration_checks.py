@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from types import CodeType
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from llmfromscratch.course.combining import combined
 from llmfromscratch.course.comparing import Case, compare
 from llmfromscratch.course.differences import Tolerance
 from llmfromscratch.course.exercises.attention_checks import random_numbers
+from llmfromscratch.course.exercises.called_pieces import pieces_at_fault
 from llmfromscratch.course.exercises.matrix_checks import check_quantize
 from llmfromscratch.course.failures import CheckFailed
 
@@ -56,26 +56,6 @@ def rounded(weight: Tensor, bits: int, group: int | None) -> Tensor:
     size, width = group or weight.shape[1], weight.shape[1]
     scales, minimums = (part.repeat_interleave(size, 1)[:, :width] for part in grids(weight, bits, group))
     return minimums + scales * ((weight.double() - minimums) / scales).round().clamp(0, 2**bits - 1)
-
-
-def pieces_at_fault(function: Callable[..., Any], known: dict[str, tuple[Callable[[Any], None], str]]) -> Iterator[str]:
-    """Of what a function calls, by the names it has for them, what does not pass a check of its own."""
-    names = getattr(function, "__globals__", {})
-    for name, (check, advice) in known.items():
-        piece = names.get(name) or getattr(names.get("quantization"), name, None)
-        if name in _names_in(getattr(function, "__code__", None)) and callable(piece):
-            try:
-                check(piece)
-            except NotImplementedError:
-                raise
-            except Exception:  # noqa: BLE001 - a piece may fail in any way
-                yield f"{function.__name__} may be right, but {name}, which it calls, is not: {advice}"
-
-
-def _names_in(code: CodeType | None) -> set[str]:
-    if code is None:
-        return set()
-    return set(code.co_names).union(*(_names_in(part) for part in code.co_consts if isinstance(part, CodeType)))
 
 
 # ---- 7.8 AWQ's factors -------------------------------------------------------------------------------------------

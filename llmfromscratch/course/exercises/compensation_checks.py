@@ -14,7 +14,8 @@ from llmfromscratch.course.combining import combined
 from llmfromscratch.course.comparing import Case, compare
 from llmfromscratch.course.differences import Tolerance
 from llmfromscratch.course.exercises.attention_checks import random_numbers
-from llmfromscratch.course.exercises.calibration_checks import Grids, grids, inputs, moments_of, pieces_at_fault
+from llmfromscratch.course.exercises.calibration_checks import Grids, grids, inputs, moments_of
+from llmfromscratch.course.exercises.called_pieces import Known, pieces_at_fault
 from llmfromscratch.course.exercises.matrix_checks import Quantized
 from llmfromscratch.course.exercises.rounding_checks import check_codes_of, check_grid_of
 from llmfromscratch.course.failures import CheckFailed
@@ -116,7 +117,7 @@ def check_gptq(gptq: Callable[..., Any]) -> None:
             tolerance=Tolerance(relative=1e-6),
         )
     except CheckFailed as failure:
-        known: dict[str, tuple[Callable[[Any], None], str]] = {
+        known: Known = {
             "grid_of": (check_grid_of, 'check("7.1", grid_of)'),
             "codes_of": (check_codes_of, 'check("7.2", codes_of)'),
         }

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import CodeType
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from llmfromscratch.course.combining import combined
 from llmfromscratch.course.comparing import Case, compare
 from llmfromscratch.course.differences import NamedParts
 from llmfromscratch.course.exercises.attention_checks import random_numbers
+from llmfromscratch.course.exercises.called_pieces import Known, pieces_at_fault
 from llmfromscratch.course.exercises.rounding_checks import (
     EACH,
     Pair,
@@ -101,35 +101,8 @@ def check_quantize(quantize: Callable[..., Any]) -> None:
             tolerance=EACH,
         )
     except CheckFailed as failure:
-        failure.mistake = next(_pieces_at_fault(quantize), failure.mistake)
+        failure.mistake = next(pieces_at_fault(quantize, _PIECES), failure.mistake)
         raise
-
-
-def _pieces_at_fault(quantize: Callable[..., Any]) -> Iterator[str]:
-    """Of what quantize calls, by the names it has for them, what does not pass a check of its own."""
-    known: dict[str, tuple[Callable[[Any], None], str]] = {
-        "grid_of": (check_grid_of, 'check("7.1", grid_of)'),
-        "codes_of": (check_codes_of, 'check("7.2", codes_of)'),
-        "grids_of": (_check_grids_of, "the chapter gives it; take the module's, quantization.grids_of"),
-    }
-    used = _names_in(getattr(quantize, "__code__", None))
-    names = getattr(quantize, "__globals__", {})
-    for name, (check, advice) in known.items():
-        piece = names.get(name) or getattr(names.get("quantization"), name, None)
-        if name in used and callable(piece):
-            try:
-                check(piece)
-            except NotImplementedError:
-                raise
-            except Exception:  # noqa: BLE001 - a piece may fail in any way
-                yield f"quantize may be right, but {name}, which it calls, is not: {advice}"
-
-
-def _names_in(code: CodeType | None) -> set[str]:
-    """The names that a function looks up, its comprehensions' too."""
-    if code is None:
-        return set()
-    return set(code.co_names).union(*(_names_in(part) for part in code.co_consts if isinstance(part, CodeType)))
 
 
 def _check_grids_of(grids_of: Pair) -> None:
@@ -139,6 +112,13 @@ def _check_grids_of(grids_of: Pair) -> None:
 
 def _grids(quantized: Quantized) -> tuple[Tensor, Tensor]:
     return quantized.scales, quantized.minimums
+
+
+_PIECES: Known = {
+    "grid_of": (check_grid_of, 'check("7.1", grid_of)'),
+    "codes_of": (check_codes_of, 'check("7.2", codes_of)'),
+    "grids_of": (_check_grids_of, "the chapter gives it; take the module's, quantization.grids_of"),
+}
 
 
 def _of_split(error: BaseException, case: Case) -> str:

@@ -20,7 +20,6 @@ from llmfromscratch.course.exercises.attention_checks import random_numbers
 from llmfromscratch.course.failures import CheckFailed
 from llmfromscratch.kernels import words
 
-_UNTOUCHED = np.float32(-7)  # stands in the output before the call
 _AHEAD = 4
 _EXPECTED = (
     "output[m, row] to be scales[row] * (x[m] · codes[row]) for every row from first to before end, and no other row "
@@ -39,7 +38,7 @@ def check_multiply_int8_rows(multiply: Product) -> None:
         plain_cases(),
         expected=_EXPECTED,
         mistakes=combined(_looped, _LOOP_MISTAKES, at_once=2),
-        diagnose=_of_output,
+        diagnose=product_checks.of_output,
         explain=_of_index,
         what="output",
     )
@@ -88,7 +87,7 @@ def writing(multiply: Product) -> Callable[..., np.ndarray]:
 
     @functools.wraps(multiply)
     def run(x: np.ndarray, codes: np.ndarray, scales: np.ndarray, first: int, end: int) -> np.ndarray:
-        output = np.full((len(x), len(codes)), _UNTOUCHED, dtype=np.float32)
+        output = np.full((len(x), len(codes)), product_checks.UNTOUCHED, dtype=np.float32)
         multiply(x, codes, scales, output, first, end)
         return output
 
@@ -98,31 +97,14 @@ def writing(multiply: Product) -> Callable[..., np.ndarray]:
 def row_by_row(x: np.ndarray, codes: np.ndarray, scales: np.ndarray, first: int, end: int) -> np.ndarray:
     """The products by torch, in float64, of the numbers that the codes stand for."""
     numbers = torch.from_numpy(codes).double() * torch.from_numpy(scales).double().unsqueeze(-1)
-    output = np.full((len(x), len(codes)), _UNTOUCHED, dtype=np.float32)
+    output = np.full((len(x), len(codes)), product_checks.UNTOUCHED, dtype=np.float32)
     output[:, first:end] = (torch.from_numpy(x).double() @ numbers[first:end].T).numpy()
     return output
 
 
-def _of_output(got: Any, want: Any) -> str:
-    if isinstance(got, np.ndarray) and (got == _UNTOUCHED).all():
-        return "nothing was written into output: output[m, row] = ... puts a number there; nothing has to be returned"
-    if isinstance(got, np.ndarray) and np.isnan(got).any():
-        return "NaN: a name that holds no number is put there; prefetch gives nothing back"
-    return ""
-
-
 def _of_index(error: BaseException, case: Case) -> str:
-    text = str(error)
-    if isinstance(error, IndexError):
-        return (
-            "an index beyond an array. output is [inputs, rows], x is [inputs, width], codes is [rows, width], scales "
-            "is [rows]; the last row to be written is end - 1, and row + AHEAD may lie behind the last one"
-        )
-    if isinstance(error, TypeError) and "NoneType" in text:
-        return "prefetch gives nothing back: it only asks memory to send something"
-    if "numpy.ndarray" in text or "'int' object is not callable" in text:
-        return "these are numpy's arrays, not tensors: x.shape, codes.itemsize, codes[row, i]"
-    return ""
+    shapes = "output is [inputs, rows], x is [inputs, width], codes is [rows, width], scales is [rows]"
+    return product_checks.of_index(error, "codes", shapes)
 
 
 def _wrapped(numbers: np.ndarray) -> np.ndarray:
@@ -130,7 +112,6 @@ def _wrapped(numbers: np.ndarray) -> np.ndarray:
     return np.trunc(numbers).astype(np.int64).astype(np.uint8).view(np.int8).astype(np.float64)
 
 
-_TOO_MANY_ROWS = "rows outside of first to end - 1 are written: they are another thread's"
 _STEPS = "only the first code of each line is multiplied: the steps of per_line(codes) are for prefetch alone"
 _IN_INT8 = "x is made int8, and products of int8 wrap around; the code is widened, np.float32(codes[row, i])"
 _LOOP_MISTAKES: list[tuple[str, dict[str, Any]]] = [
@@ -148,34 +129,16 @@ _LOOP_MISTAKES: list[tuple[str, dict[str, Any]]] = [
     ("the scale is multiplied in twice", {"scale": lambda scales, row, first: scales[row] ** 2}),
     ("the scale is multiplied into the running sum at every step; once, behind the sum, is meant",
      {"compounded": True}),
-    ("the rows begin at 0 in place of first: those before it are another thread's",
-     {"rows": lambda first, end, all_rows: range(end)}),
-    (f"{_TOO_MANY_ROWS}. The loop goes on to the last row",
-     {"rows": lambda first, end, all_rows: range(first, all_rows)}),
-    (f"{_TOO_MANY_ROWS}. The loop goes through all rows", {"rows": lambda first, end, all_rows: range(all_rows)}),
-    ("one row too many is written: end itself is the next thread's",
-     {"rows": lambda first, end, all_rows: range(first, min(end + 1, all_rows))}),
-    ("one row too few is written: the last is end - 1", {"rows": lambda first, end, all_rows: range(first, end - 1)}),
-    ("the first row is left out", {"rows": lambda first, end, all_rows: range(first + 1, end)}),
-    ("as many rows as there should be, but counted from 0", {"rows": lambda first, end, all_rows: range(end - first)}),
     ("the codes are read as uint8: they have a sign", {"codes": lambda codes: codes.view(np.uint8)}),
     (_IN_INT8, {"times": lambda x, codes: _wrapped(_wrapped(x) * codes)}),
     ("each product is cut to int8; it is a float32", {"times": lambda x, codes: _wrapped(x * codes)}),
     ("x is cut to whole numbers; only the codes are whole", {"times": lambda x, codes: _wrapped(x) * codes}),
-    ("only the first input is multiplied; x has several rows", {"inputs": lambda inputs: range(1)}),
-    ("every input gets the product of the first", {"input": lambda m: 0}),
-    ("the sum goes on from row to row: it begins at 0 for each", {"carried": "row"}),
-    ("the sum goes on from input to input: it begins at 0 for each", {"carried": "input"}),
-    ("the sum is added to what stands in output; it takes its place", {"added": True}),
-    ("output's columns are counted from first; row r stands in column r, whatever first is",
-     {"column": lambda row, first: row - first}),
     ("the last number of each row is left out", {"columns": lambda width: slice(0, max(width - 1, 0))}),
     ("the first number of each row is left out", {"columns": lambda width: slice(1, width)}),
     (_STEPS, {"columns": lambda width: slice(0, width, words.LINE)}),
     ("only the last product stands there: the sum has to take in each, with +=",
      {"columns": lambda width: slice(width - 1, width)}),
-    ("the product goes into all columns of output; row r's into column r alone",
-     {"column": lambda row, first: slice(None)}),
+    *product_checks.ROW_MISTAKES,
 ]  # fmt: skip
 
 
@@ -195,7 +158,7 @@ def _looped(
     """The loops, with mistakes switched on."""
 
     def run(x: np.ndarray, stored: np.ndarray, scales: np.ndarray, first: int, end: int) -> np.ndarray:
-        output = np.full((len(x), len(stored)), _UNTOUCHED, dtype=np.float32)
+        output = np.full((len(x), len(stored)), product_checks.UNTOUCHED, dtype=np.float32)
         read, part, total = codes(stored).astype(np.float64), columns(x.shape[1]), 0.0
         for row in rows(first, end, len(stored)):
             factor = float(scale(scales.astype(np.float64), row, first))

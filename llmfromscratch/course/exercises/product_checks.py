@@ -23,7 +23,7 @@ from llmfromscratch.course.exercises.attention_checks import random_numbers
 from llmfromscratch.course.failures import CheckFailed
 from llmfromscratch.kernels import words
 
-_UNTOUCHED = np.float32(-7)  # stands in the output before the call
+UNTOUCHED = np.float32(-7)  # stands in the output before the call
 _AHEAD = 4
 _EXPECTED = "output[m, row] to be x[m] · weight[row] for every row from first to before end, and no other row touched"
 Product = Callable[[np.ndarray, np.ndarray, np.ndarray, int, int], None]
@@ -39,7 +39,7 @@ def check_multiply_rows(multiply_rows: Product) -> None:
         plain_cases(),
         expected=_EXPECTED,
         mistakes=combined(_looped, _LOOP_MISTAKES, at_once=2),
-        diagnose=_of_output,
+        diagnose=of_output,
         explain=_of_index,
         what="output",
     )
@@ -91,7 +91,7 @@ def writing(multiply: Product) -> Callable[..., np.ndarray]:
 
     @functools.wraps(multiply)
     def run(x: np.ndarray, weight: np.ndarray, first: int, end: int) -> np.ndarray:
-        output = np.full((len(x), len(weight)), _UNTOUCHED, dtype=np.float32)
+        output = np.full((len(x), len(weight)), UNTOUCHED, dtype=np.float32)
         multiply(x, weight, output, first, end)
         return output
 
@@ -102,13 +102,14 @@ def row_by_row(x: np.ndarray, weight: np.ndarray, first: int, end: int) -> np.nd
     """The products by torch, in float64."""
     numbers = torch.from_numpy(weight)
     wide = (numbers.view(torch.bfloat16) if numbers.dtype == torch.uint16 else numbers).double()
-    output = np.full((len(x), len(weight)), _UNTOUCHED, dtype=np.float32)
+    output = np.full((len(x), len(weight)), UNTOUCHED, dtype=np.float32)
     output[:, first:end] = (torch.from_numpy(x).double() @ wide[first:end].T).numpy()
     return output
 
 
-def _of_output(got: Any, want: Any) -> str:
-    if isinstance(got, np.ndarray) and (got == _UNTOUCHED).all():
+def of_output(got: Any, want: Any) -> str:
+    """What is told of an output that was not written, or not with numbers."""
+    if isinstance(got, np.ndarray) and (got == UNTOUCHED).all():
         return "nothing was written into output: output[m, row] = ... puts a number there; nothing has to be returned"
     if isinstance(got, np.ndarray) and np.isnan(got).any():
         return "NaN: a name that holds no number is put there; prefetch gives nothing back"
@@ -116,21 +117,27 @@ def _of_output(got: Any, want: Any) -> str:
 
 
 def _of_index(error: BaseException, case: Case) -> str:
+    return of_index(error, "weight", "output is [inputs, rows], x is [inputs, width], weight is [rows, width]")
+
+
+def of_index(error: BaseException, name: str, shapes: str) -> str:
+    """What is told of an exception. name: of the matrix; shapes: what the arrays are."""
     text = str(error)
     if isinstance(error, IndexError):
         return (
-            "an index beyond an array. output is [inputs, rows], x is [inputs, width], weight is [rows, width]; the "
-            "last row to be written is end - 1, and row + AHEAD may lie behind the last one"
+            f"an index beyond an array. {shapes}; the last row to be written is end - 1, and row + AHEAD may lie "
+            "behind the last one"
         )
     if isinstance(error, TypeError) and "NoneType" in text:
         return "prefetch gives nothing back: it only asks memory to send something"
     if "numpy.ndarray" in text or "'int' object is not callable" in text:
-        return "these are numpy's arrays, not tensors: x.shape, weight.itemsize, weight[row, i]"
+        return f"these are numpy's arrays, not tensors: x.shape, {name}.itemsize, {name}[row, i]"
     return ""
 
 
 _TOO_MANY_ROWS = "rows outside of first to end - 1 are written: they are another thread's"
-_LOOP_MISTAKES: list[tuple[str, dict[str, Any]]] = [
+# Of every product of rows by loops; other mistakes depend on what is read.
+ROW_MISTAKES: list[tuple[str, dict[str, Any]]] = [
     ("the rows begin at 0 in place of first: those before it are another thread's",
      {"rows": lambda first, end, all_rows: range(end)}),
     (f"{_TOO_MANY_ROWS}. The loop goes on to the last row",
@@ -141,10 +148,6 @@ _LOOP_MISTAKES: list[tuple[str, dict[str, Any]]] = [
     ("one row too few is written: the last is end - 1", {"rows": lambda first, end, all_rows: range(first, end - 1)}),
     ("the first row is left out", {"rows": lambda first, end, all_rows: range(first + 1, end)}),
     ("as many rows as there should be, but counted from 0", {"rows": lambda first, end, all_rows: range(end - first)}),
-    ("the bits of bfloat16 are taken for a number: widen(weight[row, i]) is the number that they mean",
-     {"number": lambda weight: weight.astype(np.float32)}),
-    ("the bits of bfloat16 are read as float16: widen(weight[row, i]) is the number that they mean",
-     {"number": lambda weight: weight.view(np.float16).astype(np.float32) if weight.dtype == np.uint16 else weight}),
     ("only the first input is multiplied; x has several rows", {"inputs": lambda inputs: range(1)}),
     ("every input gets the product of the first", {"input": lambda m: 0}),
     ("the sum goes on from row to row: it begins at 0 for each", {"carried": "row"}),
@@ -152,6 +155,15 @@ _LOOP_MISTAKES: list[tuple[str, dict[str, Any]]] = [
     ("the sum is added to what stands in output; it takes its place", {"added": True}),
     ("output's columns are counted from first; row r stands in column r, whatever first is",
      {"column": lambda row, first: row - first}),
+    ("the product goes into all columns of output; row r's into column r alone",
+     {"column": lambda row, first: slice(None)}),
+]  # fmt: skip
+_LOOP_MISTAKES: list[tuple[str, dict[str, Any]]] = [
+    *ROW_MISTAKES,
+    ("the bits of bfloat16 are taken for a number: widen(weight[row, i]) is the number that they mean",
+     {"number": lambda weight: weight.astype(np.float32)}),
+    ("the bits of bfloat16 are read as float16: widen(weight[row, i]) is the number that they mean",
+     {"number": lambda weight: weight.view(np.float16).astype(np.float32) if weight.dtype == np.uint16 else weight}),
     ("the last number of each row is left out", {"columns": lambda width, size: slice(0, max(width - 1, 0))}),
     ("the first number of each row is left out", {"columns": lambda width, size: slice(1, width)}),
     ("only the first number of each line is multiplied: the steps of per_line(weight) are for prefetch alone",
@@ -160,8 +172,6 @@ _LOOP_MISTAKES: list[tuple[str, dict[str, Any]]] = [
      {"columns": lambda width, size: slice(0, width, words.LINE)}),
     ("only the last product stands there: the sum has to take in each, with +=",
      {"columns": lambda width, size: slice(width - 1, width)}),
-    ("the product goes into all columns of output; row r's into column r alone",
-     {"column": lambda row, first: slice(None)}),
 ]  # fmt: skip
 
 
@@ -178,7 +188,7 @@ def _looped(
     """The loops, with mistakes switched on."""
 
     def run(x: np.ndarray, weight: np.ndarray, first: int, end: int) -> np.ndarray:
-        output = np.full((len(x), len(weight)), _UNTOUCHED, dtype=np.float32)
+        output = np.full((len(x), len(weight)), UNTOUCHED, dtype=np.float32)
         read, part, total = (number or _numbers)(weight), columns(x.shape[1], weight.itemsize), 0.0
         for row in rows(first, end, len(weight)):
             total = total if carried == "row" else 0.0
