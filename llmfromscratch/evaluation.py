@@ -34,6 +34,7 @@ __all__ = [
 
 _ROWS = 128  # tokens whose distributions are compared at once
 _DELAY = 1.0  # seconds before a progress bar shows
+_NOT_MEASURED = "–"
 
 
 # ---- perplexity --------------------------------------------------------------------------------------------------
@@ -281,10 +282,15 @@ class Table:
         edge = frontier(self.variants)
         return [(*_cells(each, self.variants[0]), _above(edge, each.name)) for each in self.variants]
 
+    def _shown(self) -> list[tuple[str, ...]]:
+        """The head and the rows, without columns that nobody measured."""
+        columns = zip(*[self.HEAD, *self.rows()], strict=True)
+        return list(zip(*(each for each in columns if set(each[1:]) != {_NOT_MEASURED}), strict=True))
+
     def __str__(self) -> str:
-        table = [self.HEAD, *self.rows()]
-        widths = [max(len(row[column]) for row in table) for column in range(len(self.HEAD))]
-        left = (0, len(self.HEAD) - 1)
+        table = self._shown()
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        left = (0, len(widths) - 1)
         lines = []
         for row in table:
             cells = zip(range(len(row)), row, widths, strict=True)
@@ -294,20 +300,21 @@ class Table:
     __repr__ = __str__
 
     def _repr_markdown_(self) -> str:
-        rows = [self.HEAD, ("---", *["---:"] * (len(self.HEAD) - 2), "---"), *self.rows()]
-        return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
+        head, *rows = self._shown()
+        lines = [head, ("---", *["---:"] * (len(head) - 2), "---"), *rows]
+        return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines)
 
 
 def _cells(variant: Variant, first: Variant) -> tuple[str, ...]:
     def shown(value: float | None, form: str) -> str:
-        return "–" if value is None else format(value, form)
+        return _NOT_MEASURED if value is None else format(value, form)
 
     return (
         variant.name,
         f"{variant.bytes / 1e6:.1f}",
-        f"{variant.bytes / first.bytes:.0%}" if first.bytes else "–",
+        f"{variant.bytes / first.bytes:.0%}" if first.bytes else _NOT_MEASURED,
         shown(variant.tokens_per_second, ".0f"),
-        "–" if variant.kl is None else _nats(variant.kl),
+        _NOT_MEASURED if variant.kl is None else _nats(variant.kl),
         shown(variant.top1, ".1%"),
         shown(variant.perplexity, ".2f"),
         shown(variant.quiz, ".0%"),
@@ -324,4 +331,4 @@ def _above(edge: Frontier, name: str) -> str:
     if size is not None and size == speed:
         return size
     said = [f"{what}: {other}" for what, other in (("size", size), ("speed", speed)) if other is not None]
-    return ", ".join(said)
+    return "; ".join(said)

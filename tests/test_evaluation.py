@@ -430,6 +430,17 @@ def test_a_table_says_it_in_text_and_in_markdown():
         Table([FOUR[0], FOUR[0]])
 
 
+def test_a_table_leaves_out_what_nobody_measured_and_says_by_whom_a_variant_is_beaten_in_what():
+    table = Table([Variant("large", 100, 50, 0.1), Variant("slow, small", 40, 10, 0.01), Variant("fast", 90, 90, 0.1)])
+    assert str(table).splitlines() == [
+        "variant       MB  of first  tok/s      KL  dominated by",
+        "large        0.0      100%     50     0.1  size: slow, small; speed: fast",
+        "slow, small  0.0       40%     10  0.0100",
+        "fast         0.0       90%     90     0.1  size: slow, small",
+    ]
+    assert table._repr_markdown_().splitlines()[1] == "| --- | ---: | ---: | ---: | ---: | --- |"
+
+
 def test_weights_that_share_memory_count_once():
     network = tied_model()
     expected = 4 * sum(weight.numel() for name, weight in network.state_dict().items() if name != "lm_head.weight")

@@ -57,9 +57,9 @@ class Rounding:
 
     @property
     def relative(self) -> float:
-        """The root of the mean squared error, as a share of the root mean square of the numbers."""
-        size = float(self.values.double().square().sum())
-        return (self.squared / size) ** 0.5 if size else 0.0
+        """The sum of squared errors, as a share of the sum of the numbers' squares, their power."""
+        power = float(self.values.double().square().sum())
+        return self.squared / power if power else 0.0
 
     @property
     def squared(self) -> float:

@@ -133,7 +133,7 @@ def _draw_grids(axes: Axes, run: Rounding, reach: tuple[float, float]) -> None:
 
 
 def _draw_others(axes: Axes, run: Rounding, others: Mapping[str, Rounding]) -> None:
-    """The relative error with each kind of grid; the one shown is filled."""
+    """The error with each kind of grid, as a share of the power; the one shown is filled."""
     shares = [100 * each.relative for each in others.values()]
     places = range(len(shares))
     own = [place for place, each in enumerate(others.values()) if each is run]
@@ -149,7 +149,7 @@ def _draw_others(axes: Axes, run: Rounding, others: Mapping[str, Rounding]) -> N
     axes.tick_params(axis="y", length=0)
     axes.set_xticks([])
     axes.spines[["bottom", "left"]].set_visible(False)
-    axes.set_title("relative error by grids", fontsize=9.5, color=_DARK, loc="left", x=-0.55)
+    axes.set_title("error by grids, % of the power", fontsize=9.5, color=_DARK, loc="left", x=-0.55)
 
 
 def _draw_columns(axes: Axes, run: Rounding) -> None:
@@ -214,7 +214,7 @@ def describe_weight_histogram(run: Rounding, others: Mapping[str, Rounding], sta
         title,
         f"  {numbers}",
         f"  squared error {run.squared:.4g}; the worst is {error:.3g}, in row {row}, column {column}",
-        "  relative error by grids: " + ", ".join(f"{words} {_percent(100 * each.relative)}"
+        "  error by grids, in percent of the power: " + ", ".join(f"{words} {_percent(100 * each.relative)}"
                                                    for words, each in others.items()),
         f"  columns whose error is above a tenth of their size: {drowned:,} of {len(sizes):,}",
     ]  # fmt: skip
@@ -237,7 +237,7 @@ def _headings(run: Rounding, state: Mapping[str, Any]) -> tuple[str, str]:
         f"{_percent(100 * run.cut)} of the numbers beyond their grid" if run.cut else "all numbers within their grid"
     )
     numbers = (
-        f"Relative error {_percent(100 * run.relative)}, worst {run.worst()[0]:.3g}; {beyond}; "
+        f"Error {_percent(100 * run.relative)} of the power, worst {run.worst()[0]:.3g}; {beyond}; "
         f"{run.groups:,} {'grid' if run.groups == 1 else 'grids'}, {run.bits_each:.3g} bits a number with them"
     )
     return title[0].upper() + title[1:], numbers

@@ -45,7 +45,7 @@ def test_the_error_is_that_of_the_nearest_level(bits, group, symmetric):
     flat = values.reshape(1, -1) if group == TENSOR else values
     size = group if isinstance(group, int) else flat.shape[1]
     assert run.squared == pytest.approx(looped(flat, bits, size, symmetric), rel=1e-4)
-    assert run.relative == pytest.approx((run.squared / float(values.square().sum())) ** 0.5)
+    assert run.relative == pytest.approx(run.squared / float(values.square().sum()))
     error, row, column = run.worst()
     assert error == pytest.approx(float((run.rounded - values).abs().max()))
     assert abs(float(run.rounded[row, column] - values[row, column])) == error
@@ -101,7 +101,8 @@ def test_the_text_gives_the_error_and_what_other_grids_would_make():
     run = round_tensor(TENSORS["weights"], 4, 64)
     lines = weight_histogram(TENSORS, group=64).text().splitlines()
     assert lines[0] == "Weights: 40 rows of 100, in 4 bits, groups of 64, asymmetric"
-    assert lines[1].startswith(f"  Relative error {100 * run.relative:.3g} %, worst {run.worst()[0]:.3g}; all numbers")
+    error, worst = 100 * run.relative, run.worst()[0]
+    assert lines[1].startswith(f"  Error {error:.3g} % of the power, worst {worst:.3g}; all numbers")
     assert lines[2].startswith(f"  squared error {run.squared:.4g}; the worst is")
     for words, group in GROUPS.items():
         assert f"{words} {100 * round_tensor(TENSORS['weights'], 4, group).relative:.3g} %" in lines[3]

@@ -1,4 +1,5 @@
-"""Stand-ins of chapter 7: a model on which methods can be told apart, and models that only pretend to have few bits.
+"""Stand-ins of chapter 7: a model on which methods can be told apart, models that only pretend to have few bits, and a
+cache without frames.
 
 None of this is needed to run a quantized model; it is what the chapter compares methods with.
 """
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmfromscratch import calibrated, calibration, model
+from llmfromscratch import LLM, calibrated, calibration, kv_cache, model, quantized_cache
 
 LOWEST, HIGHEST = 0.8, 1.25  # the factors of `off_lattice`
 
@@ -86,6 +87,14 @@ def simulated(
         assert windows is not None, f"{method} needs windows of a text to calibrate on"
         calibrated.quantize(copied, method, windows, bits, group, simulate=True)
     return copied
+
+
+def without_frames(llm: LLM) -> LLM:
+    """The same LLM, with a cache of few bits, that keeps keys as they come from now on: no middle, no spread."""
+    cache: Any = llm.core.cache
+    layout = kv_cache.CacheLayout.of(llm.config, cache.codec.dtype)
+    cache.codec = quantized_cache.Codec.unframed(cache.codec.bits, layout)
+    return llm
 
 
 def moments_of(network: model.Model, windows: Tensor, layer: int) -> dict[str, Tensor]:
