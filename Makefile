@@ -1,5 +1,5 @@
 # make lab        from a fresh clone to JupyterLab on your copies of the chapters
-# make test       from a fresh clone to all tests passed
+# make test       from a fresh clone to all tests passed: first those in a browser, then all others in two processes
 # make notebooks  (authors) rebuild chapters/ and solutions/ from chapters/source/
 # Each sets up .venv and fetches the model when they are not there yet; the second time that takes seconds.
 #
