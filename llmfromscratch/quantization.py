@@ -155,7 +155,8 @@ def multiply_int8_rows(
     only these rows are written. As `optimization.multiply_rows`, with half the bytes: a code is read, widened by
     np.float32(code), and multiplied; the scale, which the whole row shares, comes last.
     Before a row is read, prefetch(codes, row + AHEAD, column) asks for the row AHEAD further on, once for each of its
-    lines: column = 0, per_line(codes), 2 * per_line(codes), ... It never asks behind the last row of codes.
+    lines: column = 0, per_line(codes), 2 * per_line(codes), ... It never asks behind the last row of codes: at the end,
+    leaving out the call and asking for the last row are both right.
     Numba compiles it, so the sums are loops over single numbers: it has no products of arrays, @ or np.dot.
     """
     inputs, width = x.shape
@@ -207,6 +208,7 @@ def awq_scale(
     so that these two multiply to 1. α is the best of 0, 1/steps, ... 1 by `output_error`, the smallest of equals. α = 0
     is plain rounding, so it never gets worse. Columns without any input count as the weakest that has one; where none
     has, all count as 1. Lin et al. 2023, "AWQ", section 3.2.
+    Two columns of sizes 1 and 100, α = 1/2: s = 1 and 10, divided by the root of 10: 0.32 and 3.2.
     """
     size = moments.diagonal().clamp(min=0).sqrt().float() if size is None else size
     alive = size > 0

@@ -15,6 +15,7 @@ from llmfromscratch.kernels import words
 _SIZE = "groups.abs().amax(dim=-1)"
 _SYMMETRIC = f"scales = {_SIZE} / (half - 1)"
 _GUARDED = "scales = torch.where(scales == 0, 1, scales)\n"
+_WHOLE_SYMMETRIC = f"{_SYMMETRIC}\n        {_GUARDED}        return scales, -half * scales"
 _LEVELS = "scales = (groups.amax(dim=-1) - lowest) / (2**bits - 1)"
 _GRID = "return torch.where(scales == 0, 1, scales), lowest"
 _STEPS = "(groups.float() - minimums.unsqueeze(-1)) / scales.unsqueeze(-1)"
@@ -38,6 +39,9 @@ _ROW_SIZE = "x.float().abs().amax(dim=-1)"
 _ROW_SCALES = f"scales = {_ROW_SIZE} / 127"
 _ROW_GUARD = "    scales = torch.where(scales == 0, 1, scales)\n"
 _ROW_CODES = "(x.float() / scales.unsqueeze(-1)).round().to(torch.int8)"
+_WHOLE_ROWS = f"{_ROW_SCALES}\n{_ROW_GUARD}    return {_ROW_CODES}, scales"
+_RANGE_SCALES = f"scales = (x.float().amax(dim=-1) - x.float().amin(dim=-1)) / 255\n{_ROW_GUARD}"
+_ON_A_GRID = "scales, minimums = grid_of(x, 8, True)\n    codes = codes_of(x, scales, minimums, 8)\n    return codes"
 _ROWS = f"return {_ROW_CODES}, scales"
 
 # exercise: [(piece of the reference, what stands there instead, words of the diagnosis)]
@@ -48,6 +52,15 @@ MUTANTS: mutants.Mutants = {
         ("/ (2**bits - 1)", "/ bits", "divided by the bits"),
         ("/ (half - 1)", "/ half", "one level fewer lies above 0"),
         ("/ (half - 1)", "/ (2**bits - 1)", "divided by all steps"),
+        (_WHOLE_SYMMETRIC, f"scales = {_SIZE} / half\n        {_GUARDED}        return scales, -{_SIZE}",
+         "divided by all 2**(bits - 1) steps below 0"),
+        (_WHOLE_SYMMETRIC, f"scales = ({_SIZE} / half).clamp(min=1e-8)\n        return scales, -{_SIZE}",
+         "divided by all 2**(bits - 1) steps below 0"),
+        (_WHOLE_SYMMETRIC, f"scales = 2 * {_SIZE} / (2**bits - 1)\n        {_GUARDED}        return scales, -{_SIZE}",
+         "likely mistake: symmetric, the levels lie evenly from the largest size to its negative, and 0 is none of "
+         "them; level 2**(bits - 1) is to be 0\n"),
+        (f"{_GUARDED}        return scales, -half * scales",
+         "return torch.where(scales == 0, 1, scales), -half * scales", "of a group of zeros is taken before"),
         ("/ (half - 1)", "/ ((2**bits - 1) / 2)", "no whole number"),
         ("-half * scales", f"-{_SIZE}", "the largest size with its sign turned"),
         ("-half * scales", "half * scales", "its sign is missing"),
@@ -230,6 +243,18 @@ MUTANTS: mutants.Mutants = {
         (f".abs().amax(dim=-1) / 127\n{_ROW_GUARD}    return (x.float() / scales.unsqueeze(-1)).round()",
          f".amax(dim=-1) / 127\n{_ROW_GUARD}    return (x.float() / scales.unsqueeze(-1)).round().clamp(-127, 127)",
          "the largest in size, whatever its sign"),
+        (_WHOLE_ROWS, f"{_ON_A_GRID}, scales", "the number 0 is code 128: subtract 128 before they become int8"),
+        (_WHOLE_ROWS, f"{_ON_A_GRID}.to(torch.int8), scales", "the number 0 is code 128: subtract 128"),
+        (_WHOLE_ROWS, f"{_ON_A_GRID.replace('True', 'False')}, scales", "the scale comes of the whole range"),
+        (_WHOLE_ROWS, f"{_ON_A_GRID.replace('True', 'False')}.to(torch.int8), scales",
+         "the scale comes of the whole range"),
+        (_WHOLE_ROWS, f"{_ON_A_GRID.replace('True', 'False').replace('return codes', 'return (codes.int() - 128)')}"
+         ".to(torch.int8), scales", "the scale comes of the whole range"),
+        (f"{_ROW_SCALES}\n{_ROW_GUARD}", _RANGE_SCALES, "the scale comes of the whole range"),
+        (f"{_ROW_SCALES}\n{_ROW_GUARD}", _RANGE_SCALES.replace("255", "254"), "the scale comes of the whole range"),
+        (f"{_ROW_SCALES}\n{_ROW_GUARD}    return {_ROW_CODES}",
+         f"{_RANGE_SCALES}    return {_ROW_CODES.replace('.to(', '.clamp(-127, 127).to(')}",
+         "the scale comes of the whole range"),
         (_ROW_SIZE, "x.float().abs().mean(dim=-1)", "the scale comes of an average"),
         (_ROW_SIZE, "x.float().std(dim=-1)", "the scale comes of an average"),
         (".round()", ".ceil()", "raised to the next whole number"),
@@ -274,10 +299,19 @@ def multiply_int8_rows(x, codes, scales, output, first, end):
             output[m, row] = dot(x, codes, m, row) * scales[row]
 """
 SUM_OF_ARRAYS = """
+from numpy import dot as times
+
+
 def multiply_int8_rows(x, codes, scales, output, first, end):
     for row in range(first, end):
         for column in range(0, x.shape[1], per_line(codes)):
             prefetch(codes, min(row + AHEAD, codes.shape[0] - 1), column)
+        for m in range(x.shape[0]):
+            output[m, row] = (SUM) * scales[row]
+"""
+NOTHING_AHEAD = """
+def multiply_int8_rows(x, codes, scales, output, first, end):
+    for row in range(first, end):
         for m in range(x.shape[0]):
             output[m, row] = (SUM) * scales[row]
 """
@@ -302,8 +336,11 @@ def multiply_int8_rows(x, codes, scales, output, first, end):
                 "np.dot(x[m], codes[row])",
                 "np.dot(x[m], codes[row].astype(np.float32))",
                 "np.inner(x[m], codes[row])",
+                "times(x[m], codes[row].astype(np.float32))",
             )
         ),
+        (NOTHING_AHEAD.replace("SUM", "x[m] @ codes[row]"), "compiled code has no @ here"),
+        (NOTHING_AHEAD.replace("SUM", "np.dot(x[m], codes[row])"), "compiled code has no @ here"),
         (WITH_A_HELPER, "a function of your own is called, which stays plain Python"),
         (COMPILED_ALREADY, "it is compiled already"),
         (f"AHEAD = 6\n\n\n{mutants.code_of('7.5').replace('row + AHEAD', 'row + 4')}", "6 rows before it is read"),
@@ -313,6 +350,7 @@ def test_what_numba_cannot_take_and_a_distance_of_ones_own_are_told(source, diag
     with pytest.raises(CheckFailed) as caught:
         run_check(exercises.find("7.5"), mutants.written("7.5", source))
     assert diagnosis in str(caught.value), str(caught.value)
+    assert "scipy" not in str(caught.value), str(caught.value)
 
 
 def test_prefetch_is_itself_again_after_a_check_of_the_int8_product_that_stopped_in_the_middle():

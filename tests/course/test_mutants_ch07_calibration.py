@@ -3,6 +3,8 @@ their names."""
 
 from __future__ import annotations
 
+import warnings
+
 import mutants
 import pytest
 
@@ -134,6 +136,13 @@ MUTANTS: mutants.Mutants = {
         ("place:end] -= errors[:, place - start, None] * factor[place, place:end]",
          "place:] -= errors[:, place - start, None] * factor[place, place:]", "twice"),
         (_LOST, "(rounded - left[:, place]) / factor[place, place]", "the sign is turned"),
+        (_INSIDE, _INSIDE.replace("-=", "+="), "the sign is turned inside a block only"),
+        (_BEYOND, _BEYOND.replace("-=", "+="), "the sign is turned beyond a block only"),
+        (_LOST, "(weight[:, column] - rounded) / factor[place, place]", "errors are those of the weight as it came"),
+        (_LOST, "(left[:, place] - rounded) / factor[place, place] ** 2", "by the diagonal of the factor twice"),
+        ("factor[place, place:end]", "factor[place, place:end] / factor[place, place]", "diagonal of the factor twice"),
+        ("damped[order][:, order]", "damped[order]", "mistake: what is handed to cholesky has to be symmetric"),
+        ("damped[order][:, order]", "damped[:, order]", "mistake: what is handed to cholesky has to be symmetric"),
         (_LOST, "left[:, place] - rounded", "not divided by the diagonal"),
         (_LOST, "(left[:, place] - rounded) / factor[place, place] ** 2", "not right yet"),
         (_LOST, "(left[:, place] - rounded) * factor[place, place]", "they are divided by it"),
@@ -231,6 +240,8 @@ MUTANTS: mutants.Mutants = {
         (_FITS, "spent + sizes[part] * bits <= budget", "the bits"),
         (_FITS, "spent + sizes[part] * (bits - now) < budget", "a step that just fits is not taken"),
         (_FITS, "spent <= budget", "one step too many"),
+        (_FITS, "(spent + sizes[part] * (bits - now)) / sum(sizes) <= budget", "the bits of a weight, on average"),
+        ("spent = sum(", "budget = budget * sum(sizes)\n    spent = sum(", "the bits of a weight, on average"),
         ("spent = sum(size * bits for size, bits in zip(sizes, chosen, strict=True))", "spent = 0",
          "what the fewest bits take belongs to what is spent"),
         (_RATE, "", "the step that wins most is taken, whatever it costs"),
@@ -368,3 +379,13 @@ def test_a_piece_of_the_learners_own_that_is_at_fault_is_named(exercise_id, piec
     with pytest.raises(CheckFailed) as caught:
         run_check(exercises.find(exercise_id), mutants.written(exercise_id, piece + mutants.code_of(exercise_id)))
     assert diagnosis in str(caught.value), str(caught.value)
+
+
+def test_torch_does_not_complain_of_the_deviation_of_one_token_beside_the_check():
+    deviating = mutants.written(
+        "7.10", "def key_frame(keys):\n    return keys.float().mean(dim=0), keys.float().std(0)\n"
+    )
+    with warnings.catch_warnings(record=True) as told, pytest.raises(CheckFailed, match="standard deviation"):
+        warnings.simplefilter("always")
+        run_check(exercises.find("7.10"), deviating)
+    assert not told, [str(each.message) for each in told]

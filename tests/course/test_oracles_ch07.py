@@ -17,6 +17,7 @@ from llmfromscratch.course.exercises import (
     product_checks,
     quantization_clinic,
     rounding_checks,
+    row_checks,
 )
 
 ENGINE = learner_engine.reference("quantization")
@@ -128,10 +129,10 @@ def test_the_engines_int8_product_asks_so_many_rows_ahead_and_no_others(case):
     assert product_checks.complaint(notes, unscaled, ENGINE.AHEAD + 2) is not None
 
 
-@pytest.mark.parametrize("case", rounding_checks.vectors_cases(), ids=lambda case: case.text)
+@pytest.mark.parametrize("case", row_checks.vectors_cases(), ids=lambda case: case.text)
 def test_vectors_one_by_one_are_the_engines_and_no_code_hangs_on_a_tie(case):
     (x,) = case.args
-    found, (codes, scales) = case.call(rounding_checks.vector_by_vector), case.call(ENGINE.quantize_rows)
+    found, (codes, scales) = case.call(row_checks.vector_by_vector), case.call(ENGINE.quantize_rows)
     assert torch.equal(found["codes"], codes)
     torch.testing.assert_close(found["scales"], scales, rtol=1e-6, atol=0)
     assert from_ties(x.double() / scales.double().unsqueeze(-1)) > NEAR_A_TIE

@@ -24,16 +24,17 @@ TEXT_STORY = """
 "GPTQ in 3 bits, calibrated on 64 windows of a long text. On these windows the output is nearly perfect. On the rest of
 the same text it is worse than plain rounding, and more windows do not help." Below, for several numbers of windows: how
 many of the 64 directions an input can have the windows show, and the error of the output in parts of plain rounding's,
-on the windows themselves and on text that is nobody's.
+on the windows themselves and on text that is in none of them.
 """
 _WIDTH = 64
 _LENGTH = 12
 
 
 def calibration_windows(ids: Tensor, count: int, length: int) -> Tensor:
-    """Pieces of a text to calibrate on, spread over all of it: in each of `count` equal parts of it about one.
+    """Pieces of a text to calibrate on, spread evenly over all of it, from near its beginning to near its end.
 
-    So about such a part, at most, lies before the first window, and behind the last.
+    Cut into `count` equal parts, the text has about one window in each. At most about one part's length of tokens is
+    left over before the first window, and at most about as many behind the last.
     ids: int64 [tokens]. Returns int64 [count, length]: each row neighbours in the text, no token in two rows. Raises
     ValueError where the text is too short for that.
     """
@@ -120,7 +121,7 @@ def _of_spread(starts: list[int], tokens: int, count: int, length: int) -> str:
         return ""
     before, behind = starts[0], tokens - starts[-1] - length
     if behind > tokens / 2:
-        return "only the beginning of the text is shown: whatever comes later is nobody's business"
+        return "only the beginning of the text is shown: no window lies in its second half"
     if before > tokens / 2:
         return "only the end of the text is shown"
     if max(before, behind) > part + length:

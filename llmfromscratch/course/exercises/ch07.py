@@ -13,6 +13,7 @@ from llmfromscratch.course.exercises import (
     packed_product_checks,
     quantization_clinic,
     rounding_checks,
+    row_checks,
 )
 
 EXERCISES = [
@@ -102,7 +103,7 @@ EXERCISES = [
         title="activations too",
         points=1,
         minutes=6,
-        check=rounding_checks.check_quantize_rows,
+        check=row_checks.check_quantize_rows,
         hints=(
             "A vector whose largest number in size is 2.54: what is a step worth, so that this number becomes 127?",
             "x.float().abs().amax(dim=-1) is the largest size of each row. A scale of 0 has to become 1, and "
@@ -155,12 +156,14 @@ EXERCISES = [
         hints=(
             "Write it without blocks and from left to right first: for each column, its codes, what rounding has lost, "
             "and what all columns after it are told. With two columns that see the same, the second gets all of it.",
-            "Take the damped moments in float64, in the order of the columns; cholesky_inverse of their cholesky "
-            "is their inverse, torch.linalg.cholesky(inverse, upper=True) the factor. Row `place` of it says what "
-            "the columns from `place` on are told, and its own number there what the loss is divided by.",
+            "Take the damped moments in float64, in the order of the columns; torch.cholesky_inverse of their "
+            "torch.linalg.cholesky is their inverse, torch.linalg.cholesky(inverse, upper=True) the factor. Row "
+            "`place` of it says what the columns from `place` on are told, and its own number there what the loss is "
+            "divided by.",
             "column = order[place] names the column whose turn it is: it says which grid (column // group) and where "
             "the codes go, codes[:, column]. error = (left[:, place] - rounded) / factor[place, place]; then "
-            "left[:, place:] -= error[:, None] * factor[place, place:]. A block tells those beyond it later, at once.",
+            "left[:, place:] -= error[:, None] * factor[place, place:]. A block tells those beyond it in "
+            "one product at its end.",
         ),
     ),
     Exercise(

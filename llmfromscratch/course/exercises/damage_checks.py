@@ -284,7 +284,9 @@ _BUDGET_MISTAKES: list[tuple[str, dict[str, Any]]] = [
     ("the rate is turned round: bits for what is won", {"rate": lambda won, size, more: size * more / won}),
     ("what is won is multiplied by the bits; for a bit is a division",
      {"rate": lambda won, size, more: won * size * more}),
-    (_UNSEEN, {"room": lambda budget: float("inf")}),
+    (_UNSEEN, {"room": lambda budget, sizes: float("inf")}),
+    ("the budget is bits in all; here it is taken for the bits of a weight, on average: what is spent is "
+     "compared with it as it is, without the sum of the sizes", {"room": lambda budget, sizes: budget * sum(sizes)}),
     ("the budget is bits in all; the sizes are not counted in what is spent", {"price": lambda size, bits: bits}),
     ("the budget is bits; weights are counted: a step costs size * (bits more)", {"price": lambda size, bits: size}),
     ("the budget is bits; bytes are counted", {"price": lambda size, bits: size * bits / 8}),
@@ -320,7 +322,7 @@ _BUDGET_MISTAKES: list[tuple[str, dict[str, Any]]] = [
 
 def _choosing(
     rate: Callable[[float, int, int], float] = lambda won, size, more: won / (size * more),
-    room: Callable[[float], float] = lambda budget: budget,
+    room: Callable[[float, Sequence[int]], float] = lambda budget, sizes: budget,
     price: Callable[[int, int], float] = lambda size, bits: size * bits,
     start: Callable[[dict[int, float]], int] = min,
     many: str = "all",
@@ -338,12 +340,12 @@ def _choosing(
         bits, raised = [start(part) for part in damage], set[int]()
         spent = sum(price(size, number) for size, number in zip(sizes, bits, strict=True)) if begun else 0
         while not (many == "one" and raised):
-            steps = []
+            steps, limit = [], room(budget, sizes)
             for part, option in _steps(damage, bits, reach):
                 won, more = damage[part][bits[part]] - damage[part][option], option - bits[part]
                 cost = price(sizes[part], option if wrong.get("whole") else more)
-                fits = spent + cost <= room(budget) if just else spent + cost < room(budget)
-                fits = spent <= room(budget) if wrong.get("late") else fits
+                fits = spent + cost <= limit if just else spent + cost < limit
+                fits = spent <= limit if wrong.get("late") else fits
                 if (won > 0 or wrong.get("worse")) and not (many == "one each" and part in raised):
                     place = part if wrong.get("last") else -part
                     order = -part if wrong.get("in_turn") else 0

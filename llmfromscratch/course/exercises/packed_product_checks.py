@@ -32,6 +32,7 @@ def check_multiply_int8_rows(multiply: Product) -> None:
     """Against products in float64; where the scale is used; the lines that are asked for; then as compiled code."""
     if hasattr(multiply, "py_func"):
         raise CheckFailed("a plain function", mistake="it is compiled already: the engine does that, so leave njit out")
+    product_checks.refuse_products_of_arrays(multiply)
     compare(
         writing(multiply),
         row_by_row,

@@ -6,6 +6,7 @@ compiled as the engine compiles it.
 
 from __future__ import annotations
 
+import dis
 import functools
 import re
 from collections import Counter
@@ -33,6 +34,7 @@ def check_multiply_rows(multiply_rows: Product) -> None:
     """Against products in float64; the lines that are asked for, by address; then all again as compiled code."""
     if hasattr(multiply_rows, "py_func"):
         raise CheckFailed("a plain function", mistake="it is compiled already: the engine does that, so leave njit out")
+    refuse_products_of_arrays(multiply_rows)
     compare(
         writing(multiply_rows),
         row_by_row,
@@ -405,15 +407,32 @@ def _check_compiled(multiply_rows: Product) -> None:
         )
 
 
+_NO_ARRAYS = "compiled code has no @ here, nor any other product of arrays"
+_LOOP_ONLY = "the sum of a row is a loop, number by number: no @, np.dot or the like on arrays"
+_COMPILES = "a function that Numba can compile: loops over numbers, no tensors, no lists"
+_PRODUCTS = {"dot", "matmul", "inner", "vdot", "einsum", "tensordot"}
+
+
+def refuse_products_of_arrays(multiply: Any) -> None:
+    """Raises CheckFailed where the function multiplies arrays: its sums have to be written anew, so it comes first."""
+    code = getattr(multiply, "__code__", None)
+    for step in dis.get_instructions(code) if code else ():
+        called = step.argval in _PRODUCTS and step.opname in ("LOAD_ATTR", "LOAD_METHOD")
+        if called or "MATRIX_MULTIPLY" in step.opname or (step.opname == "BINARY_OP" and step.argrepr in ("@", "@=")):
+            raise CheckFailed(_COMPILES, case=_NO_ARRAYS, mistake=_LOOP_ONLY)
+
+
 def refusal_of(error: Exception) -> CheckFailed:
     """What is said where Numba does not compile a function that is right as plain Python.
 
     For products of arrays Numba asks for scipy, which is an ImportError where it is missing.
     """
-    if isinstance(error, ImportError) and "scipy" not in str(error):
-        raise error
+    if isinstance(error, ImportError):
+        if "scipy" not in str(error):
+            raise error
+        return CheckFailed(_COMPILES, case=_NO_ARRAYS, mistake=_LOOP_ONLY)
     return CheckFailed(
-        "a function that Numba can compile: loops over numbers, no tensors, no lists",
+        _COMPILES,
         case=f"as plain Python it is right, but Numba says: {_told(error)}",
         mistake=_of_numba(str(error)),
     )
@@ -440,7 +459,7 @@ def _of_numba(text: str) -> str:
     if "Untyped global name" in text:
         return "a function of your own is called, which stays plain Python: write it out here"
     if any(word in text for word in ("@", "matmul", "np.dot", "np_dot", "scipy", "unsupported NumPy function")):
-        return "the sum of a row is a loop, number by number: no @, np.dot or the like on arrays"
+        return _LOOP_ONLY
     if "Cannot unify" in text:
         return "a name is of one type at first and of another later: Numba needs one, such as np.float32"
     return ""

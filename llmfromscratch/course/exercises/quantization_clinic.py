@@ -174,7 +174,7 @@ def to_codes(numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     numbers: float32 [groups, size]. Returns codes uint8 [groups, size], scales float32 [groups] and zeros uint8
     [groups]. Codes and zeros are 0 to 15: a zero is the code that means 0, and is packed like one. No level lies
-    further out than the numbers, or 0, ask for.
+    further out than the numbers, or 0, ask for. A group of zeros has the scale 1.
     """
     lowest, highest = numbers.amin(dim=-1), numbers.amax(dim=-1)
     scales = (highest - lowest) / 15
@@ -310,7 +310,7 @@ def _zeroed(
 SUM_STORY = """
 "Activations and weights both in int8, so that the product is one of whole numbers. The layer's test passed, it was four
 numbers wide. In the model nothing is right." Below, products of random codes at several widths: how many are the same
-as in whole numbers of Python, and the largest in size of both.
+as in whole numbers of Python; then the size of the largest product, as this code has it and as it should be.
 """
 
 

@@ -1,4 +1,4 @@
-"""The checks of chapter 7's rounding: grids, codes, and vectors in int8, number by number."""
+"""The checks of chapter 7's rounding: grids and codes, number by number."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def check_grid_of(grid_of: Pair) -> None:
         in_pair(grid_of, "scales", "minimums"),
         group_by_group,
         grid_cases(),
-        expected="the scale and the minimum of each group in float32: 2**bits levels from end to end, or, symmetric, "
-        "as many steps to either side as there are above 0",
+        expected="the scale and the minimum of each group in float32. Asymmetric: 2**bits levels from end to end; "
+        "symmetric: level 2**(bits - 1) is 0, and the number largest in size lies 2**(bits - 1) - 1 steps from it",
         mistakes=combined(_gridded, _GRID_MISTAKES, at_once=2),
         diagnose=_of_grids,
         explain=_of_dimensions,
@@ -115,6 +115,17 @@ def _of_grids(got: Any, want: Any) -> str:
             return "a scale is not finite: float16 ends at 65504, so the groups have to be made float32 first"
         if bool(((right == 1) & (scales != 1)).any()):
             return _EQUAL
+        return _of_steps(got, want)
+    return ""
+
+
+def _of_steps(got: NamedParts, want: NamedParts) -> str:
+    """What symmetric scales tell that reach from -m to m, whatever else is wrong; want's 0 lies `half` steps up."""
+    half = -want["minimums"] / want["scales"]
+    for told, above in ((_SHORT, half), (_EVENLY, half - 0.5)):
+        own = {"scales": want["scales"] * (half - 1) / above, "minimums": -want["scales"] * (half - 1)}
+        if all(got[name].shape == part.shape and torch.allclose(got[name], part) for name, part in own.items()):
+            return told
     return ""
 
 
@@ -126,6 +137,14 @@ _FIRST = "the ends are taken along the first dimension; a group lies along the l
 _EQUAL = "a group of equal numbers has the scale 1: with 0, or a tiny number in its place, the codes are NaN or huge"
 _OVER_ALL = "the ends are those of the whole tensor; each group has its own, along the last dimension"
 _HALF_ONE = "the number largest in size lies 2**(bits - 1) - 1 steps from 0: one level fewer lies above 0 than below"
+_SHORT = (
+    "symmetric, the largest size is divided by all 2**(bits - 1) steps below 0, and above 0 there is one fewer: the "
+    "number largest in size, whatever its sign, lies 2**(bits - 1) - 1 steps from 0"
+)
+_EVENLY = (
+    "symmetric, the levels lie evenly from the largest size to its negative, and 0 is none of them; level "
+    "2**(bits - 1) is to be 0"
+)
 _IN_HALF = "the arithmetic is in the groups' own half precision; make them float32 first"
 _GRID_MISTAKES: list[tuple[str, dict[str, Any]]] = [
     ("2**bits levels have 2**bits - 1 steps between them; the range is divided by 2**bits here",
@@ -134,6 +153,8 @@ _GRID_MISTAKES: list[tuple[str, dict[str, Any]]] = [
     ("the range is divided by half as many steps as there are", {"steps": lambda bits: 2 ** (bits - 1)}),
     ("the range is divided by the bits; so many bits make 2**bits levels", {"steps": lambda bits: bits}),
     (_HALF_ONE, {"above": lambda bits: 2 ** (bits - 1)}),
+    (_SHORT, {"above": lambda bits: 2 ** (bits - 1), "minimum": lambda scales, lowest, size, bits: -size}),
+    (_EVENLY, {"above": lambda bits: (2**bits - 1) / 2, "minimum": lambda scales, lowest, size, bits: -size}),
     ("symmetric, the size is divided by all steps; only those above 0 are meant, 2**(bits - 1) - 1",
      {"above": lambda bits: 2**bits - 1}),
     ("symmetric, half of 2**bits - 1 steps is no whole number: 0 itself would be no level",
@@ -147,6 +168,8 @@ _GRID_MISTAKES: list[tuple[str, dict[str, Any]]] = [
      {"below": lambda bits: 0}),
     ("symmetric, the minimum is counted in steps; it is a number: that many steps times the scale",
      {"minimum": lambda scales, lowest, size, bits: torch.full_like(scales, -(2 ** (bits - 1)))}),
+    ("symmetric, the minimum of a group of zeros is taken before its scale has become 1; it is -2**(bits - 1) * scale "
+     "there too", {"minimum": lambda scales, lowest, size, bits: -size * 2 ** (bits - 1) / (2 ** (bits - 1) - 1)}),
     ("symmetric, the minimum is the group's smallest number; it is -2**(bits - 1) * scale",
      {"minimum": lambda scales, lowest, size, bits: lowest}),
     ("symmetric, the largest number counts; it is the largest in size, whatever its sign",
@@ -171,7 +194,8 @@ _GRID_MISTAKES: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-def _ends(numbers: Tensor, over: str) -> tuple[Tensor, Tensor]:
+def ends_of(numbers: Tensor, over: str) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest number of each group; over: of what else, where that is the mistake."""
     if over in ("group", "first"):
         dim = -1 if over == "group" else 0
         return numbers.amin(dim), numbers.amax(dim)
@@ -198,9 +222,9 @@ def _gridded(
 
     def run(groups: Tensor, bits: int, symmetric: bool) -> NamedParts:
         groups = groups.float() if wide == "first" else groups
-        lowest, highest = _ends(groups.clone(), over)
+        lowest, highest = ends_of(groups.clone(), over)
         if kind(symmetric):
-            sizes = _ends(size(groups), sizes_over)[1]
+            sizes = ends_of(size(groups), sizes_over)[1]
             scales = sizes / above(bits)
             scales = torch.where(scales == 0, guard, scales)
             minimums = minimum(scales, lowest, sizes, bits) if minimum else -below(bits) * scales
@@ -341,159 +365,5 @@ def coded(
         if back:
             return column(minimums) + column(scales) * steps
         return steps.to(kind)
-
-    return run
-
-
-# ---- 7.6 vectors -------------------------------------------------------------------------------------------------
-
-
-def vector_by_vector(x: Tensor) -> NamedParts:
-    """Each vector by itself, in Python's own numbers."""
-    codes, scales = [], []
-    for row in x.double().tolist():
-        scales.append(max(abs(number) for number in row) / 127 or 1.0)
-        codes.append([round(number / scales[-1]) for number in row])
-    return NamedParts(codes=torch.tensor(codes, dtype=torch.int8), scales=torch.tensor(scales))
-
-
-def _vectors_case(text: str, x: Any) -> Case:
-    x = x if isinstance(x, Tensor) else torch.tensor(x)
-    return Case(text or f"x {differences.shown(x)}", x)
-
-
-def vectors_cases() -> list[Case]:
-    """What `quantize_rows` is tried on."""
-    return [
-        _vectors_case("", [[127.0, 1.0]]),
-        _vectors_case("", [[254.0, -3.6], [1.27, 0.5]]),
-        _vectors_case("", [[-12.7, 3.0], [1.0, 0.24]]),
-        _vectors_case("", [[0.0, 0.0], [5.0, 2.0]]),
-        _vectors_case("random vectors [3, 3]", random_numbers(3, 3, seed=1)),
-        _vectors_case("random vectors [2, 40], the second 100 times as large",
-                      random_numbers(2, 40, seed=2) * torch.tensor([[1.0], [100.0]])),
-        _vectors_case("a random vector [1, 16]", random_numbers(1, 16, seed=3)),
-        _vectors_case("random vectors [4, 12] in bfloat16", random_numbers(4, 12, seed=5).bfloat16()),
-        _vectors_case("random vectors [4, 12] in float16, up to 60000", (2e4 * random_numbers(4, 12, seed=6)).half()),
-        _vectors_case("random vectors [2, 8] in float64", random_numbers(2, 8, seed=7).double()),
-    ]  # fmt: skip
-
-
-def check_quantize_rows(quantize_rows: Pair) -> None:
-    """Against one vector after the other."""
-    compare(
-        in_pair(quantize_rows, "codes", "scales"),
-        vector_by_vector,
-        vectors_cases(),
-        expected="each vector in int8 from -127 to 127, and its own scale in float32: x is about codes * scales",
-        mistakes=combined(_in_int8, _VECTOR_MISTAKES, at_once=2),
-        diagnose=_of_vectors,
-        explain=_of_columns,
-        tolerance=EACH,
-    )
-
-
-def _of_columns(error: BaseException, case: Case) -> str:
-    if isinstance(error, RuntimeError) and "must match the size" in str(error):
-        return "a scale for each row has to stand in a column, [rows, 1], for the division: unsqueeze(-1) or keepdim"
-    return ""
-
-
-def _of_vectors(got: Any, want: Any) -> str:
-    if not isinstance(got, NamedParts) or not all(isinstance(part, Tensor) for part in got.values()):
-        return ""
-    codes, scales = got["codes"], got["scales"]
-    if scales.shape != want["scales"].shape:
-        return "one scale for each row, float32 [rows]: no column of them, and not one for all"
-    if codes.dtype.is_floating_point and codes.shape == want["codes"].shape:
-        return "codes are whole numbers, in int8"
-    zero = (want["codes"] == 0).all(dim=1)
-    if bool((zero & (scales != 1)).any()) or not bool(torch.isfinite(scales).all()):
-        return _ZEROS
-    steps = 127 * want["scales"][~zero] / scales[~zero]
-    return next((told for told, by in _STEPS_OF if len(steps) and bool(((steps - by).abs() < 0.01).all())), "")
-
-
-_ZEROS = "a row of zeros has the scale 1, so that nothing is divided by 0: its codes are 0"
-_BY_128 = "128 in place of 127: the largest code would be 128, which int8 does not have; it becomes -128"
-_BY_128_KEPT = "128 in place of 127: the largest code would be 128, which int8 does not have; that it is kept at 127 " \
-    "costs the largest number, and all others a little"  # fmt: skip
-_BY_255 = "255 in place of 127: codes reach from -127 to 127"
-_BY_HALF = "127.5 in place of 127: no whole number of steps, so that the largest number falls between two codes"
-_KEPT: list[dict[str, Any]] = [{}, {"keep": (-128, 127)}, {"keep": (-127, 127)}]
-_AVERAGE = "the scale comes of an average; it is the largest size that becomes 127, or larger numbers do not fit"
-_OTHER_SIZES: list[tuple[str, Callable[[Tensor], Tensor]]] = [
-    (_AVERAGE, lambda x: x.abs().mean(-1)),
-    (_AVERAGE, lambda x: x.std(-1)),
-]
-_STEPS_OF = [(_BY_128, 128), (_BY_255, 255), (_BY_HALF, 127.5)]  # what is said of the scales alone
-_CUT = "the codes are cut down to whole numbers; the nearest is meant: round"
-_SIGN = "the largest number sets the scale; it is the largest in size, whatever its sign"
-_VECTOR_MISTAKES: list[tuple[str, dict[str, Any]]] = [
-    (_BY_128, {"top": 128}),
-    (_BY_128_KEPT, {"top": 128, "keep": (-128, 127)}),
-    (_BY_128_KEPT, {"top": 128, "keep": (-127, 127)}),
-    (_BY_HALF, {"top": 127.5, "keep": (-128, 127)}),
-    (_BY_HALF, {"top": 127.5, "keep": (-127, 127)}),
-    (_BY_255, {"top": 255}),
-    (_BY_255, {"top": 255, "keep": (-128, 127)}),
-    (_BY_255, {"top": 255, "keep": (-127, 127)}),
-    ("126 in place of 127: the largest code is 127", {"top": 126}),
-    ("one scale for the whole tensor; each vector has its own, so that a large one does not cost the others",
-     {"over": "all"}),
-    ("one scale for the whole tensor; each vector has its own, so that a large one does not cost the others",
-     {"over": "all, for each"}),
-    ("the scales are those of the columns; each vector is a row, and has one", {"over": "first"}),
-    (_ZEROS, {"guard": 0.0}),
-    *((_ZEROS, {"guard": tiny}) for tiny in (1e-12, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4)),
-    (_CUT, {"to_whole": torch.trunc}),
-    (_CUT, {"to_whole": torch.floor}),
-    ("the codes are raised to the next whole number; the nearest is meant: round", {"to_whole": torch.ceil}),
-    (_SIGN, {"size": lambda x: x}),
-    (_SIGN, {"size": lambda x: x, "keep": (-128, 127)}),
-    (_SIGN, {"size": lambda x: x, "keep": (-127, 127)}),
-    *((said, {"largest": largest, **kept}) for said, largest in _OTHER_SIZES for kept in _KEPT),
-    ("the codes are uint8, which has no negative numbers", {"kind": torch.uint8}),
-    ("the scales meet the columns; each belongs to a row, and has to stand in a column for it: unsqueeze(-1)",
-     {"divisor": lambda scales: scales}),
-    ("multiplied by the scale; a code is how many steps of this size a number has",
-     {"code": lambda x, scale: x * scale}),
-    ("the scale is not used: a code is how many steps of this size a number has", {"code": lambda x, scale: x}),
-    ("the scales are turned over: codes * scales is to give x", {"turned": True}),
-    ("the scale is the largest size itself; it is a step, 127 of which make the largest", {"top": 1}),
-    ("codes and scales are exchanged", {"exchanged": True}),
-    ("the arithmetic is in x's own half precision; make it float32 first", {"wide": "never"}),
-    ("the arithmetic is in x's own half precision; make it float32 first", {"wide": "late"}),
-    ("the scales are computed in x's own half precision; make it float32 first", {"wide": "codes"}),
-]  # fmt: skip
-
-
-def _in_int8(
-    top: float = 127,
-    over: str = "group",
-    guard: float = 1.0,
-    to_whole: Callable[[Tensor], Tensor] = torch.round,
-    size: Callable[[Tensor], Tensor] = torch.abs,
-    kind: torch.dtype = torch.int8,
-    code: Callable[[Tensor, Tensor], Tensor] = lambda x, scale: x / scale,
-    divisor: Callable[[Tensor], Tensor] = lambda scales: scales.unsqueeze(-1),
-    wide: str = "first",
-    keep: tuple[int, int] | None = None,
-    largest: Callable[[Tensor], Tensor] | None = None,
-    **wrong: bool,
-) -> Callable[..., NamedParts]:
-    """The vectors, with mistakes switched on."""
-
-    def run(x: Tensor) -> NamedParts:
-        x = x.float() if wide == "first" else x
-        scales = (largest(x) if largest else _ends(size(x), over)[1]) / top
-        scales = torch.where(scales == 0, guard, scales)
-        numbers = x.float() if wide == "codes" else x
-        codes = to_whole(code(numbers, scales if over in ("first", "all") else divisor(scales)))
-        codes = (codes.clamp(*keep) if keep else codes).to(kind)
-        scales = 1 / scales if wrong.get("turned") else scales
-        scales = scales.float() if wide == "late" else scales
-        both = (scales, codes) if wrong.get("exchanged") else (codes, scales)
-        return NamedParts(zip(("codes", "scales"), both, strict=True))
 
     return run
