@@ -92,13 +92,14 @@ class NotebookPage:
     def wait_until_all_ran(self) -> None:
         """Waits until every code cell in the file has run, or one has failed.
 
-        The page alone cannot tell: it holds only the cells in view, and looks idle between one cell and the next.
+        The page alone cannot tell: it holds only the cells in view, and looks idle between one cell and the next. What
+        it saves by itself is waited for: asked to save meanwhile, it may find its own other save and call the file
+        changed.
         """
         for _ in range(SLOW // 1000):
             code = [cell for cell in self.saved().cells if cell.cell_type == "code" and cell.source]
             if errors(self.saved()) or all(cell.execution_count for cell in code):
                 return
-            self.page.keyboard.press("Control+s")
             self.page.wait_for_timeout(1000)
         raise AssertionError("not all cells have run")
 
