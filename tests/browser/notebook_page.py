@@ -87,21 +87,32 @@ class NotebookPage:
 
     def wait_until_saved(self) -> None:
         """Waits until the file has what the page has: at the latest when the autosave comes."""
-        expect(self.page.locator(".lm-TabBar-tab.jp-mod-dirty")).to_have_count(0)
+        for _ in range(LOADED // 500):
+            self._settle_saving()
+            if not self.page.locator(".lm-TabBar-tab.jp-mod-dirty").count():
+                return
+            self.page.wait_for_timeout(500)
+        raise AssertionError("the page was not saved")
 
     def wait_until_all_ran(self) -> None:
         """Waits until every code cell in the file has run, or one has failed.
 
-        The page alone cannot tell: it holds only the cells in view, and looks idle between one cell and the next. What
-        it saves by itself is waited for: asked to save meanwhile, it may find its own other save and call the file
-        changed.
+        The page alone cannot tell: it holds only the cells in view, and looks idle between one cell and the next.
         """
         for _ in range(SLOW // 1000):
             code = [cell for cell in self.saved().cells if cell.cell_type == "code" and cell.source]
             if errors(self.saved()) or all(cell.execution_count for cell in code):
                 return
+            self._settle_saving()
+            self.page.keyboard.press("Control+s")
             self.page.wait_for_timeout(1000)
         raise AssertionError("not all cells have run")
+
+    def _settle_saving(self) -> None:
+        """Where the autosave and ours came at the same time, JupyterLab asks which of them counts: the page does."""
+        overwrite = self.page.locator('.jp-Dialog:has-text("File Changed") .jp-mod-warn')
+        if overwrite.count():
+            overwrite.click()
 
     def reload(self) -> None:
         """Loads the page again, as after closing the browser."""
