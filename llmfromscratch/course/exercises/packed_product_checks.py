@@ -14,13 +14,11 @@ import torch
 
 from llmfromscratch.course.combining import combined
 from llmfromscratch.course.comparing import Case, compare
-from llmfromscratch.course.differences import Tolerance
 from llmfromscratch.course.exercises import product_checks
 from llmfromscratch.course.exercises.attention_checks import random_numbers
 from llmfromscratch.course.failures import CheckFailed
 from llmfromscratch.kernels import words
 
-_AHEAD = 4
 _EXPECTED = (
     "output[m, row] to be scales[row] * (x[m] · codes[row]) for every row from first to before end, and no other row "
     "touched"
@@ -44,8 +42,8 @@ def check_multiply_int8_rows(multiply: Product) -> None:
         what="output",
     )
     _check_scales(multiply)
-    _check_prefetches(multiply)
-    _check_compiled(multiply)
+    product_checks.check_prefetches(multiply, noted, prefetch_cases(), "codes")
+    product_checks.check_compiled(multiply, writing, row_by_row, compiled_cases(), _EXPECTED)
 
 
 # ---- the numbers -------------------------------------------------------------------------------------------------
@@ -225,49 +223,9 @@ def noted(multiply: Product, case: Case) -> tuple[product_checks.Notes, Case]:
     return product_checks.noted(with_scales, unscaled), unscaled
 
 
-def _check_prefetches(multiply: Product) -> None:
-    ahead = getattr(multiply, "__globals__", {}).get("AHEAD", _AHEAD)
-    ahead = ahead if type(ahead) is int and ahead > 0 else _AHEAD
-    for case in prefetch_cases():
-        found = product_checks.complaint(*noted(multiply, case), ahead)
-        if found:
-            raise CheckFailed(
-                f"before a row is read, every line of the row {ahead} further on to be asked for, once",
-                case=f"{case.text}: {found[0]}",
-                mistake=found[1].replace("per_line(weight)", "per_line(codes)"),
-            )
-
-
 # ---- compiled ----------------------------------------------------------------------------------------------------
 
 
 def compiled_cases() -> list[Case]:
     """What the compiled function is tried on: the shapes of the model's own products."""
     return [_random(1, 64, 576, 5, 64, seed=41), _random(5, 33, 100, 0, 17, seed=43)]
-
-
-def _check_compiled(multiply: Product) -> None:
-    import numba
-
-    from llmfromscratch.kernels import numba_words
-
-    function = numba_words.compiled(keep=False)(multiply)
-    try:
-        compare(
-            writing(function),
-            row_by_row,
-            compiled_cases(),
-            expected=f"compiled by Numba, {_EXPECTED}",
-            diagnose=lambda got, want: "as plain Python it is right: does a name mean something else to Numba?",
-            tolerance=Tolerance(relative=2e-5),
-            what="output",
-        )
-    except (numba.core.errors.NumbaError, ImportError) as error:
-        raise product_checks.refusal_of(error) from None
-    wide = product_checks.wide_names(function)
-    if wide:
-        raise CheckFailed(
-            "the sum in float32: of these numbers a processor adds twice as many at a time",
-            case=f"compiled, `{wide[0]}` is a float64",
-            mistake="0 and 0.0 make it a float64 for Numba, though plain Python goes on in float32: np.float32(0)",
-        )

@@ -10,7 +10,7 @@ import dis
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,8 +45,8 @@ def check_multiply_rows(multiply_rows: Product) -> None:
         explain=_of_index,
         what="output",
     )
-    _check_prefetches(multiply_rows)
-    _check_compiled(multiply_rows)
+    check_prefetches(multiply_rows, lambda multiply, case: (noted(multiply, case), case), prefetch_cases(), "weight")
+    check_compiled(multiply_rows, writing, row_by_row, compiled_cases(), _EXPECTED)
 
 
 # ---- the numbers -------------------------------------------------------------------------------------------------
@@ -287,16 +287,19 @@ def prefetch_cases() -> list[Case]:
     ]  # fmt: skip
 
 
-def _check_prefetches(multiply_rows: Product) -> None:
-    ahead = getattr(multiply_rows, "__globals__", {}).get("AHEAD", _AHEAD)
+def check_prefetches(
+    multiply: Any, noted: Callable[[Any, Case], tuple[Notes, Case]], cases: Iterable[Case], name: str
+) -> None:
+    """What a product asks for ahead, case by case. noted: see `noted`; name: of the matrix, in what is told."""
+    ahead = getattr(multiply, "__globals__", {}).get("AHEAD", _AHEAD)
     ahead = ahead if type(ahead) is int and ahead > 0 else _AHEAD
-    for case in prefetch_cases():
-        found = complaint(noted(multiply_rows, case), case, ahead)
+    for case in cases:
+        found = complaint(*noted(multiply, case), ahead)
         if found:
             raise CheckFailed(
                 f"before a row is read, every line of the row {ahead} further on to be asked for, once",
                 case=f"{case.text}: {found[0]}",
-                mistake=found[1],
+                mistake=found[1].replace("per_line(weight)", f"per_line({name})"),
             )
 
 
@@ -380,18 +383,21 @@ def compiled_cases() -> list[Case]:
     ]  # fmt: skip
 
 
-def _check_compiled(multiply_rows: Product) -> None:
+def check_compiled(
+    multiply: Any, writing: Callable[..., Any], right: Callable[..., Any], cases: Sequence[Case], expected: str
+) -> None:
+    """A product compiled by Numba. writing: makes of it what gives its output, as `right` does; expected: in words."""
     import numba
 
     from llmfromscratch.kernels import numba_words
 
-    function = numba_words.compiled(keep=False)(multiply_rows)
+    function = numba_words.compiled(keep=False)(multiply)
     try:
         compare(
             writing(function),
-            row_by_row,
-            compiled_cases(),
-            expected=f"compiled by Numba, {_EXPECTED}",
+            right,
+            cases,
+            expected=f"compiled by Numba, {expected}",
             diagnose=lambda got, want: "as plain Python it is right: does a name mean something else to Numba?",
             tolerance=Tolerance(relative=2e-5),
             what="output",
